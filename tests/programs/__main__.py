@@ -35,7 +35,7 @@ KINDS = {
 LIMIT_S = 60.0  # of a draw
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--nvme_path", help="a directory on a drive, not a tmpfs; a temporary one by default")
@@ -44,11 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=1, help="times that each seed is drawn")
     parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="of one draw, which then counts as a hang")
     parser.add_argument("--describe", action="store_true", help="print the programs, and run none")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
+    options = parser.parse_args(argv)
     kind = KINDS[options.kind]
     seeds = range(options.seed, options.seed + options.draws)
     if options.describe:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +53,7 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapFile
 from ds_tba.storage.staging import StagingRing
 from programs.kind import Failure, Kind, Outcome, named
-from programs.ops import CHEAP, DTYPES, FUNCTIONS, MIXED, SURPRISES, UNRECORDED, State, Table
+from programs.ops import CHEAP, DTYPES, FUNCTIONS, MIXED, SURPRISES, UNRECORDED, Chance, Op, State
 from programs.running import Plain, Tape, Training, kind_of
 from programs.trainings import Step
 
@@ -84,26 +83,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Choices:
-    """The options from which a kind of chains is drawn, each with its weight.
+    """The options from which a kind of chains is drawn, each with its weight."""
 
-    Attributes:
-        first: tensors of the pool before the first line.
-        longest: lines.
-        specials: ops that at most one line has, in ``special_part`` of the draws.
-        mixed_part: of the draws, in which a policy draws stores and rematerialization for each storage.
-    """
-
-    table: Table
-    first: int
+    table: dict[Op, int]
+    first: int  # tensors of the pool before the first line
     longest: int
-    specials: tuple[str, ...]
+    specials: tuple[str, ...]  # ops that at most one line has, in so many of the draws
     special_part: float
     shapes: dict[tuple[int, int], int]
     dtypes: dict[torch.dtype, int]
     steps: dict[Step, int]
     stores: dict[tuple[str, ...], int]
     budgets: dict[int | None, int]
-    mixed_part: float
+    mixed_part: float  # of the draws, in which a policy draws stores and rematerialization for each storage
+    least_bytes: tuple[int, ...] = (1, 1, 64)
 
 
 CHOICES = {
@@ -111,7 +104,7 @@ CHOICES = {
         table=CHEAP,
         first=3,
         longest=14,
-        specials=tuple(SURPRISES.ops),
+        specials=tuple(op.__name__ for op in SURPRISES),
         special_part=0.4,
         shapes={(3, 17): 6, (17, 3): 6, (1, 1): 3, (4, 8): 8, (8, 64): 10, (1, 4099): 2, (3, 1366): 2, (33, 128): 6,
                 (4099, 1): 1, (12, 36): 8, (0, 5): 2, (2, 40000): 2},
@@ -127,6 +120,7 @@ CHOICES = {
         stores={(): 3, ("nvme",): 1, ("host",): 1, ("nvme", "host"): 1, ("host", "nvme"): 1},
         budgets={None: 2, 0: 1, 1 << 12: 1, 1 << 15: 1},
         mixed_part=0.4,
+        least_bytes=(1, 1, 64, 1024),
     ),
     "mixed": Choices(
         table=MIXED,
@@ -150,13 +144,8 @@ class Chain:
     """A draw.
 
     Attributes:
-        kind: "cheap" or "mixed".
         losses: of two losses, the places of what they sum.
-        stores: "nvme", "host"; none to keep.
-        budget_bytes: of saved tensors; None for none.
         mixes: a policy draws stores and rematerialization for each storage.
-        threads: of torch.
-        refills: the input is refilled behind autograd's back between forwards.
         freezes: a row of operands is 0 until the late step.
         late: the first step with late changes, and for a cheap program the only one.
         updates: "data" changes parameters without a version, as ZeRO does; "versions" as optimizers do.
@@ -169,25 +158,21 @@ class Chain:
     lines: tuple[Line, ...]
     losses: tuple[tuple[int, ...], tuple[int, ...]]
     step: Step
-    stores: tuple[str, ...] = ()
-    min_bytes: int = 1
-    budget_bytes: int | None = None
-    mixes: bool = False
-    threads: int = 1
-    refills: bool = False
-    freezes: bool = False
-    late: int = 3
-    updates: str = "versions"
+    stores: tuple[str, ...]
+    min_bytes: int
+    budget_bytes: int | None
+    mixes: bool
+    threads: int
+    batches: str  # where they are one buffer, that is refilled behind autograd's back between forwards
+    freezes: bool
+    late: int
+    updates: str
     set_to_none: ClassVar[bool] = True
     input_grad: ClassVar[bool] = False
 
     @property
     def width(self) -> int:
         return self.shape[1]
-
-    @property
-    def batches(self) -> str:
-        return "numpy" if self.refills else "fresh"
 
     @property
     def is_mixed(self) -> bool:
@@ -215,7 +200,9 @@ class Chain:
     def may_reenter(self) -> bool:
         """A reentrant checkpoint works, and PyTorch leaves nothing of it behind, as it does after errors."""
         names = {line.name for line in self.lines}
-        return self.step.kind in WHOLE and self.step.how != "again" and not names & set(SURPRISES.ops)
+        return (
+            self.step.kind in WHOLE and self.step.how != "again" and not names.intersection(CHOICES["cheap"].specials)
+        )
 
     def __str__(self) -> str:
         shown = (one.name for one in fields(self) if one.name not in ("kind", "seed", "lines"))
@@ -228,55 +215,42 @@ class Chain:
 
 
 def draw(kind: str, seed: int) -> Chain:
-    """The program of a seed: always the same one."""
-    r, choices = random.Random(f"{kind} {seed}"), CHOICES[kind]
+    r, choices = Chance(f"{kind} {seed}"), CHOICES[kind]
     count = r.randint(2, choices.longest)
     special = {r.randrange(count): r.choice(choices.specials)} if r.random() < choices.special_part else {}
-    lines = _lines(r, choices.table, count, choices.first, special)
+    lines = []
+    for place in range(count):
+        name = special.get(place) or r.weighed(choices.table).__name__
+        last = place + choices.first - 1
+        operands = (last - min(int(r.expovariate(0.5)), last) for _ in range(2))
+        lines.append(Line(name, r.randrange(1 << 30), *operands))
     last = count + choices.first - 1
     first, second = {last, r.randrange(last + 1)}, {r.randrange(last + 1), *r.choice([(), (last,)])}
-    shape, stores, step = (_weighed(r, one) for one in (choices.shapes, choices.stores, choices.steps))
+    shape, stores, step = map(r.weighed, (choices.shapes, choices.stores, choices.steps))
     return Chain(
         kind=kind,
         seed=seed,
         shape=shape,
-        dtype=_weighed(r, choices.dtypes),
-        lines=lines,
+        dtype=r.weighed(choices.dtypes),
+        lines=tuple(lines),
         losses=(tuple(first), tuple(second)),
         step=replace(step, rows=shape[0]),
         stores=stores,
-        min_bytes=r.choice([1, 1, 64, 1024]) if kind == "cheap" else r.choice([1, 1, 64]),
-        budget_bytes=_weighed(r, choices.budgets),
+        min_bytes=r.choice(choices.least_bytes),
+        budget_bytes=r.weighed(choices.budgets),
         mixes=r.random() < choices.mixed_part,
         threads=r.choice([1, 2, 3]) if shape[0] * shape[1] > GRAIN else 1,
-        refills=kind == "cheap" and r.random() < 0.3 and not stores,
+        batches="numpy" if kind == "cheap" and r.random() < 0.3 and not stores else "fresh",
         freezes=r.random() < 0.3,
         late=r.randint(2, 4),
         updates="data" if step.how == "step between" else r.choice(["data", "versions"]),
     )
 
 
-def _weighed(r: random.Random, weights: dict[Any, int]) -> Any:
-    return r.choices([*weights], [*weights.values()])[0]
-
-
-def _lines(r: random.Random, table: Table, count: int, size: int, special: dict[int, str]) -> tuple[Line, ...]:
-    """Draw so many lines over a pool of ``size`` tensors, with ops of a name at special places."""
-    lines = []
-    for place in range(count):
-        name = special.get(place) or table.choose(r)
-        last = place + size - 1
-        first, second = (last - min(int(r.expovariate(0.5)), last) for _ in range(2))
-        lines.append(Line(name, r.randrange(1 << 30), first, second))
-    return tuple(lines)
-
-
 # ---- running one ----------------------------------------------------------------------------------------------------
 
 
 class Drawn:
-    """A policy that draws anew for each storage."""
-
     def __init__(self, stores: Sequence[Store[Any]], seed: int) -> None:
         self._stores, self._random = tuple(stores), random.Random(seed)
 
@@ -303,7 +277,7 @@ class Net(State):
             pool[1:] = [(self.full + self.zeros).to(x.dtype), torch.tanh(x * self.vector), x * self.ones]
         for place, line in enumerate(program.lines):
             self.place = place
-            made = FUNCTIONS[line.name](self, random.Random(line.seed), pool[line.first], pool[line.second])
+            made = FUNCTIONS[line.name](self, Chance(line.seed), pool[line.first], pool[line.second])
             pool.append(made)
         one, two = (
             sum((pool[index].float() * (0.3 + 0.1 * place)).mean() for place, index in enumerate(loss))
@@ -416,21 +390,16 @@ class Course(Training):
 
     def _at_the_same_time(self, losses: Sequence[Tensor], **options: Any) -> None:
         wanted = [one for one in self._net.parameters() if one.requires_grad]
-        found: list[tuple[Any, ...]] = [()] * len(losses)
 
-        def backward(place: int) -> None:
+        def gradients(loss: Tensor) -> tuple[Any, ...]:
             try:
-                found[place] = torch.autograd.grad(losses[place], wanted, allow_unused=True, **options)
+                return torch.autograd.grad(loss, wanted, allow_unused=True, **options)
             except Exception as error:  # noqa: BLE001 - whatever it is, it must come in both
-                found[place] = (kind_of(error),)
+                return (kind_of(error),)
 
-        workers = [threading.Thread(target=backward, args=(place,)) for place in range(len(losses))]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        for one in found:
-            self._note_all(one)
+        with ThreadPoolExecutor(len(losses)) as threads:
+            for one in threads.map(gradients, losses):
+                self._note_all(one)
 
     def _note_all(self, found: Iterable[Any]) -> None:
         for one in found:
@@ -438,8 +407,6 @@ class Course(Training):
 
 
 class Cached(Plain):
-    """Training through a cache."""
-
     def __init__(self, program: Chain, cache: TensorCache, stores: Sequence[Store[Any]]) -> None:
         self._program, self._cache, self._stores = program, cache, stores
         self._net, self._forwards = torch.nn.Module(), 0
@@ -465,8 +432,6 @@ USABLE = set(RULES) - NEVER_MADE
 
 
 class CountingSites(Sites):
-    """Counts what is rematerialized."""
-
     def __init__(self, cache: TensorCache, tally: Counter[str]) -> None:
         super().__init__(cache, Accelerator())
         self._tally = tally
@@ -524,7 +489,6 @@ KINDS = {kind: Kind(partial(draw, kind), check) for kind in CHOICES}
 
 
 def counted(program: Chain, plain: Tape, sites: Sites) -> Counter[str]:
-    """Return what was exercised."""
     summary = sites.summary()
     tally = named("proven", Counter(summary["rematerialized_sites"]))
     tally += named("refused", Counter(summary["refused_sites"])) + named("op", (line.name for line in program.lines))
@@ -546,7 +510,6 @@ def is_found(plain: Tape, found: Tape) -> bool:
 
 
 def failures_of(program: Chain, plain: Tape, found: Tape) -> Iterator[Failure]:
-    """Yield what is wrong."""
     different = plain.different(found)
     late = (program.late, "raises", "modified")
     # After such an error parameters differ, so later observations cannot be compared.

@@ -9,14 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One thing that is wrong about a program.
-
-    Attributes:
-        kind: one word to sort by.
-        text: the rest.
-    """
+class Failure(NamedTuple):
+    """One thing that is wrong about a program: one word to sort by, and the rest."""
 
     kind: str
     text: str
@@ -54,7 +48,6 @@ class Kind(NamedTuple):
 
 
 def shown(program: object, outcome: Outcome) -> str:
-    """Return a program and what is wrong about it."""
     return "\n  ".join([str(program), *map(str, outcome.failures)])
 
 

@@ -24,18 +24,29 @@ class Boom(Exception):
     """Raised by the user's code in backward."""
 
 
+class Chance(random.Random):
+    """Draws, also among functions."""
+
+    def one_of(self, *ways: Callable[[], Tensor]) -> Tensor:
+        """Go one of these ways."""
+        return self.choice(ways)()
+
+    def value(self, of: dict[str, Any]) -> Any:
+        return self.choice([*of.values()])
+
+    def weighed(self, weights: dict[Any, int]) -> Any:
+        return self.choices([*weights], [*weights.values()])[0]
+
+
 class State(nn.Module):
     """Tensors and tables that ops of a chain may use beside the pool.
 
     Attributes:
-        is_late: whether late changes happen in this step.
-        vector, square, full, scalar: parameters, random at first.
-        zeros, ones: parameters of a row that begin so.
-        zero: a parameter of the whole shape that begins so.
         frozen: a row without a gradient.
+        is_late: whether late changes happen in this step.
+        may_reenter: a reentrant checkpoint works.
         x: the input of the step.
         calls: how often hooks and functions of the user were called.
-        may_reenter: a reentrant checkpoint works.
         carried: what lines have left for their next step, by place.
         logged: statistics with the tensors that they are of.
         place: the line under way.
@@ -63,40 +74,19 @@ class State(nn.Module):
         self.place = 0
         self.kept: list[Any] = []
 
-
-Op = Callable[[State, random.Random, Tensor, Tensor], Tensor]
-
-
-class Table:
-    """Ops by name, with their weights.
-
-    Attributes:
-        ops: in the order in which they were added, which draws depend on.
-    """
-
-    def __init__(self) -> None:
-        self.ops: dict[str, Op] = {}
-        self.weights: dict[str, int] = {}
-
-    def op(self, weight: int = 2) -> Callable[[Op], Op]:
-        """Return a decorator that adds an op."""
-
-        def add(function: Op) -> Op:
-            self.take(function.__name__, function, weight)
-            return function
-
-        return add
-
-    def take(self, name: str, function: Op, weight: int) -> None:
-        self.ops[name] = function
-        self.weights[name] = weight
-
-    def choose(self, chance: random.Random) -> str:
-        """Draw a name by weight."""
-        return chance.choices(list(self.ops), list(self.weights.values()))[0]
+    def linear(self, a: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return a product with the square, where that is as wide as the pool."""
+        bias = None if bias is None else bias.to(a.dtype)
+        return functional.linear(a, self.square.to(a.dtype), bias) if self.columns <= MAX_SQUARE else a
 
 
-CHEAP, SURPRISES, MIXED = Table(), Table(), Table()
+def changed(tensor: Tensor, factor: float = 1.5) -> Tensor:
+    """Change a tensor without a record of autograd's, but for its version."""
+    with torch.no_grad():
+        return tensor.mul_(factor)
+
+
+Op = Callable[[State, Chance, Tensor, Tensor], Tensor]
 
 
 # ---- ops of cheap programs -----------------------------------------------------------------------------------------
@@ -128,15 +118,26 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "copy": torch.clone,
     "log1p": lambda a: a.abs().log1p(),
 }
+WIDER: dict[str, Callable[[Tensor], Tensor]] = {
+    "wide": lambda a: a.float(),
+    "doubled": lambda a: a + a,
+    "mirrored": lambda a: a + a.flip(0),
+    "less_sine": lambda a: a - a.sin(),
+    "root_of_part": lambda a: a.sigmoid().sqrt(),
+}
+# Most of them do not save what they take.
+UNSAVING = ("relu", "tanh", "sigmoid", "exp", "neg", "rsqrt", "softplus", *WIDER)
 
 
-@CHEAP.op(30)
-def unary(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    return UNARY[r.choice(list(UNARY))](a)
+def unsaving(r: Chance, a: Tensor) -> Tensor:
+    return (UNARY | WIDER)[r.choice(UNSAVING)](a)
 
 
-@CHEAP.op(16)
-def saved(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def unary(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
+    return r.value(UNARY)(a)
+
+
+def saved(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """The result of one is saved by the next."""
     inner = r.choice(["copy", "neg", "half", "shifted", *UNARY])
     return UNARY[r.choice(["sin", "silu", "gelu", "square", "relu"])](UNARY[inner](a))
@@ -156,90 +157,64 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@CHEAP.op(16)
-def binary(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    return BINARY[r.choice(list(BINARY))](a, b)
+def binary(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
+    return r.value(BINARY)(a, b)
 
 
-@CHEAP.op(6)
-def weighted(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    kind = r.randrange(6)
-    if kind == 0 and state.columns <= MAX_SQUARE:
-        return functional.linear(a, state.square.to(a.dtype), state.vector.to(a.dtype))
-    if kind == 1:
-        return (a + state.vector).sin()
-    if kind == 2:
-        return a * state.vector
-    if kind == 3:
-        return a * state.scalar
-    if kind == 4:
-        return a - functional.silu(state.full)
-    return functional.silu(a * state.frozen)
+def weighted(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
+    return r.one_of(
+        lambda: state.linear(a, state.vector),
+        lambda: (a + state.vector).sin(),
+        lambda: a * state.vector,
+        lambda: a * state.scalar,
+        lambda: a - functional.silu(state.full),
+        lambda: functional.silu(a * state.frozen),
+    )
 
 
-@CHEAP.op(8)
-def norm(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def norm(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     weight, bias = state.vector.to(a.dtype), state.frozen.to(a.dtype)
     shape, eps = (state.columns,), r.choice([1e-5, 1e-6, 0.1])
-    kind = r.randrange(9)
-    if kind == 0:
-        made = functional.layer_norm(a, shape, weight, bias, eps)
-    elif kind == 1:
-        made = functional.layer_norm(a, shape, None, None, eps)
-    elif kind == 2:
-        made = functional.rms_norm(a, shape, weight, r.choice([eps, None]))
-    elif kind == 3:
-        made = functional.rms_norm(a, shape, None, eps)
-    elif kind == 4:
-        wide = a.float()
-        made = state.vector * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(a.dtype)
-    elif kind == 5:
-        centered = a - a.mean(-1, keepdim=True)
-        made = centered / (centered.pow(2).mean(-1, keepdim=True) + eps).sqrt() * state.vector + state.frozen
-    elif kind == 6:
-        made = torch.native_layer_norm(a, shape, weight, None, eps)[0]
-    elif a.numel() and state.columns % 2 == 0:
+    wide, centered = a.float(), a - a.mean(-1, keepdim=True)
+
+    def grouped() -> Tensor:
+        if a.numel() == 0 or state.columns % 2:
+            return functional.softmax(a, -1)
         affine = (weight, r.choice([bias, None, weight, weight]))
-        made = functional.group_norm(a.view(*a.shape, 1), 2, *affine, eps).view_as(a)
-    else:
-        made = functional.softmax(a, -1)
+        return functional.group_norm(a.view(*a.shape, 1), 2, *affine, eps).view_as(a)
+
+    made = r.one_of(
+        lambda: functional.layer_norm(a, shape, weight, bias, eps),
+        lambda: functional.layer_norm(a, shape, None, None, eps),
+        lambda: functional.rms_norm(a, shape, weight, r.choice([eps, None])),
+        lambda: functional.rms_norm(a, shape, None, eps),
+        lambda: state.vector * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(a.dtype),
+        lambda: centered / (centered.pow(2).mean(-1, keepdim=True) + eps).sqrt() * state.vector + state.frozen,
+        lambda: torch.native_layer_norm(a, shape, weight, None, eps)[0],
+        grouped,
+        grouped,
+    )
     return functional.silu(made) if r.random() < 0.5 else made * b
 
 
-@CHEAP.op(4)
-def softmax(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def softmax(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     dtype = r.choice([None, torch.float32])
     made = torch.softmax(a, r.choice([0, 1, -1]), dtype=dtype) if r.random() < 0.8 else torch.log_softmax(a, -1)
     return made * b if r.random() < 0.5 else made.sin() * made
 
 
-@CHEAP.op(6)
-def dropout(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def dropout(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     p = r.choice([0.0, 0.1, 0.5, 1.0])
     made = functional.dropout(a, p) if r.random() < 0.5 else torch.native_dropout(a, p, True)[0]
     return made.sin()
 
 
-@CHEAP.op(6)
-def cast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def cast(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     other = a.to(r.choice(DTYPES))
     return (functional.silu(other) * other).to(a.dtype) if r.random() < 0.7 else other.to(a.dtype).sin()
 
 
-UNSAVING: list[Callable[[Tensor], Tensor]] = [
-    lambda v: v.clamp(-2, 2).exp(),
-    torch.relu,
-    torch.tanh,
-    lambda v: v + v.flip(0),
-    lambda v: v - v.sin(),
-    lambda v: v.double(),
-    lambda v: v.sigmoid().sqrt(),
-    torch.neg,
-]
-"""Ops that do not save what they take."""
-
-
-def places(r: random.Random, count: int) -> Tensor:
+def places(r: Chance, count: int) -> Tensor:
     return torch.tensor([r.randrange(count) for _ in range(count)])
 
 
@@ -256,7 +231,7 @@ def summed(v: Tensor) -> Tensor:
 
 
 # A view of a matrix or a choice of its elements, and the way back to what can be multiplied by the whole.
-VIEWS: list[tuple[Callable[[random.Random, Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+VIEWS: list[tuple[Callable[[Chance, Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
     (lambda _, v: v.t(), turned),
     (lambda _, v: v.transpose(0, 1), turned),
     (lambda _, v: v.reshape(-1), torch.mean),
@@ -286,11 +261,10 @@ VIEWS: list[tuple[Callable[[random.Random, Tensor], Tensor], Callable[[Tensor], 
 ]
 
 
-@CHEAP.op(14)
-def viewed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def viewed(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """A view between two ops, of which the second saves what it takes, or the third; or several views side by side."""
     save = UNARY[r.choice(["silu", "sin", "square", "sigmoid", "gelu", "relu"])]
-    made = r.choice([lambda: a, lambda: save(a), lambda: a * b])()
+    made = r.one_of(lambda: a, lambda: save(a), lambda: a * b)
     if not a.numel():
         return save(made.reshape(-1)).view_as(a) * b
     if r.random() < 0.2:
@@ -299,12 +273,12 @@ def viewed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
         return torch.cat([save(one) * one for one in several], 1) * b
     there, back = r.choice(VIEWS)
     seen = there(r, made)
-    seen = back(save(r.choice(UNSAVING)(seen) if r.random() < 0.5 else seen))
+    before = r.one_of(lambda: seen, lambda: unsaving(r, seen), lambda: unsaving(r, seen).double())
+    seen = back(save(before)).to(a.dtype)
     return seen + b if r.random() < 0.2 else seen * b
 
 
-@CHEAP.op()
-def attention(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def attention(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     if not a.numel() or a.shape[0] > 64 or state.columns > MAX_SQUARE:
         return a
     shape = (1, 1, *a.shape)
@@ -327,13 +301,11 @@ def gradient_of_both(grad: Tensor, read: Read) -> Tensor:
 saves = function(save_a_view, gradient_of_both)
 
 
-@CHEAP.op(4)
-def custom(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    return saves(UNARY[r.choice(list(UNARY))](a), r.randrange(7)) * b
+def custom(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
+    return saves(r.value(UNARY)(a), r.randrange(7)) * b
 
 
-@CHEAP.op(3)
-def checkpointed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def checkpointed(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     names = [r.choice(list(UNARY)) for _ in range(3)]
     calls, is_alone = state.calls, state.may_reenter  # not the state: that would close a cycle through the graph
 
@@ -349,8 +321,7 @@ def checkpointed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor
     return made.sin()
 
 
-@CHEAP.op(3)
-def hooked(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def hooked(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     calls = state.calls
 
     def pack(tensor: Tensor) -> Any:
@@ -361,14 +332,13 @@ def hooked(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
         calls["unpack"] += 1
         return held[0]
 
-    made = UNARY[r.choice(list(UNARY))](a)
+    made = r.value(UNARY)(a)
     with saved_tensors_hooks(pack, unpack):
-        made = UNARY[r.choice(list(UNARY))](made) * b
+        made = r.value(UNARY)(made) * b
     return made.sin() * made
 
 
-@CHEAP.op(3)
-def autocast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def autocast(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast("cpu", r.choice([torch.bfloat16, torch.float16])):
         made = functional.silu(a)
         if state.columns <= MAX_SQUARE and a.numel():
@@ -377,15 +347,13 @@ def autocast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     return made.sin().to(a.dtype)
 
 
-@CHEAP.op()
-def detached(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def detached(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     with torch.no_grad():
-        still = UNARY[r.choice(list(UNARY))](a) + 1
+        still = r.value(UNARY)(a) + 1
     return (a * still).sin() + functional.silu(b).detach() * a
 
 
-@CHEAP.op(4)
-def in_place(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def in_place(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """Before what is changed is saved: nothing raises."""
     kind = r.randrange(11)
     if kind in (5, 6, 7) and a.numel() < FEW:
@@ -393,151 +361,115 @@ def in_place(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     made = functional.silu(a) if kind < 9 else a.neg()
     if r.random() < 0.5:  # else the op would promote, if it were not in place
         b = b.to(made.dtype)
-    if kind == 0:
-        return made.add_(b).sin()
-    if kind == 1:
-        return (functional.relu_(made) + b).sin()
-    if kind == 2:
-        return functional.silu(made, inplace=True).mul(b).sin()
-    if kind == 3:
-        return made.masked_fill_(b > 0, 0.5).sin() * b
-    if kind == 4:
-        made[:, : state.columns // 2].copy_(b[:, : state.columns // 2])
-        return made.sin()
-    if kind == 5:
-        with torch.no_grad():
-            made.mul_(0.5)
-        return made.sin() + (made + b).sin()
-    if kind == 6:
-        made.data.mul_(0.5)
-        return made.sin()
-    if kind == 7:
-        other = made + b
-        with torch.no_grad():
-            made.mul_(0.5)
-        return (made.sin() + other).cos()
-    if kind == 8:
-        functional.hardtanh_(made[:1])
-        return made * b
-    if kind == 9:
-        return functional.elu_(made).mul_(2).sin() * b
-    made.t().sigmoid_()
-    return (made * b).sin()
+    half = state.columns // 2
+
+    def made_after(_: object) -> Tensor:
+        return made
+
+    ways: tuple[Callable[[], Tensor], ...] = (
+        lambda: made.add_(b).sin(),
+        lambda: (functional.relu_(made) + b).sin(),
+        lambda: functional.silu(made, inplace=True).mul(b).sin(),
+        lambda: made.masked_fill_(b > 0, 0.5).sin() * b,
+        lambda: made_after(made[:, :half].copy_(b[:, :half])).sin(),
+        lambda: changed(made, 0.5).sin() + (made + b).sin(),
+        lambda: made_after(made.data.mul_(0.5)).sin(),
+        lambda: (made + b + changed(made, 0.5).sin()).cos(),
+        lambda: made_after(functional.hardtanh_(made[:1])) * b,
+        lambda: functional.elu_(made).mul_(2).sin() * b,
+        lambda: (made_after(made.t().sigmoid_()) * b).sin(),
+    )
+    return ways[kind]()
 
 
-@CHEAP.op()
-def complex_(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def complex_(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     z = torch.complex(a.float(), b.float())
     made = [z * z.conj(), z.exp() * 0.1, (z * 2).sin() * z, torch.view_as_complex(torch.view_as_real(z * z)) + z]
-    which = made[r.randrange(4)]
+    which = r.choice(made)
     return (which.real + which.imag.tanh()).to(a.dtype)
 
 
-@CHEAP.op()
-def single(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def single(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """Tensors without dimensions."""
     one = a.mean()
-    return [
-        a * one.sin(),
-        a * functional.silu(functional.silu(one)),
-        functional.silu(a * state.scalar.sin() + one),
-        a * torch.tensor(0.5),
-    ][r.randrange(4)]
+    twice, added = functional.silu(functional.silu(one)), functional.silu(a * state.scalar.sin() + one)
+    return r.choice([a * one.sin(), a * twice, added, a * torch.tensor(0.5)])
 
 
-@CHEAP.op(1)
-def empty(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    nothing = UNARY[r.choice(list(UNARY))](a[:0]).sin() * b[:0]
+def empty(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
+    nothing = r.value(UNARY)(a[:0]).sin() * b[:0]
     return a + nothing.sum()
 
 
-@CHEAP.op(3)
-def from_input(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    made = [
-        a * state.x,
-        (a + state.x).sin(),
-        (functional.silu(state.x) * a).sin(),
-        functional.silu(state.x.view(-1).view_as(a) * a),
-    ]
-    return made[r.randrange(4)]
+def from_input(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
+    x = state.x
+    viewed = functional.silu(x.view(-1).view_as(a) * a)
+    return r.choice([a * x, (a + x).sin(), (functional.silu(x) * a).sin(), viewed])
 
 
-@CHEAP.op(1)
-def inferred(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def inferred(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     with torch.inference_mode():
         constant = torch.ones(state.columns) * 0.5
     return (a + constant).sin()
 
 
-@CHEAP.op(1)
-def collected(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def collected(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     gc.collect()
     return a
 
 
-@CHEAP.op(1)
-def observed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def observed(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     made = functional.silu(a)
     if made.requires_grad:
         made.register_hook(lambda grad: grad * 2)
     return made.sin()
 
 
-@CHEAP.op(2)
-def late_op(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    return UNARY[r.choice(list(UNARY))](a).sin() if state.is_late else functional.silu(a).sin()
+def late_op(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
+    return r.value(UNARY)(a).sin() if state.is_late else functional.silu(a).sin()
 
 
 # ---- surprises of cheap programs: at most one each -------------------------------------------------------------------
 
 
-@SURPRISES.op()
-def change_saved(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def change_saved(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """Changes a tensor that an op has saved."""
     made = functional.silu(a)
     used, other = made.sin(), made + b
     state.kept.append(used)
     if state.is_late:
-        with torch.no_grad():
-            made.mul_(1.5)
+        changed(made)
     return [used, other.sin(), used * other, (made + b).sin() + used][r.randrange(4)]
 
 
-@SURPRISES.op()
-def change_and_save(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def change_and_save(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """Changes a tensor that is saved after the change only; another op has used it before."""
     made = functional.silu(a)
     other = made + b
     if state.is_late:
-        with torch.no_grad():
-            made.mul_(1.5)
+        changed(made)
     used = made.sin()
     state.kept.append(used)
     return other.sin() + used if r.random() < 0.5 else other.sin()
 
 
-@SURPRISES.op()
-def change_result(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def change_result(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """An op's output, before it is saved or after."""
     made = a * b
     before = made.sin() if r.random() < 0.5 else a
     if state.is_late:
-        with torch.no_grad():
-            made[:1].mul_(1.5)
+        changed(made[:1])
     return made.sin() + before
 
 
-@SURPRISES.op()
-def change_parameter(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def change_parameter(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     made = a + state.full
     if state.is_late:
-        with torch.no_grad():
-            state.full.mul_(1.5)
+        changed(state.full)
     return made.sin()
 
 
-@SURPRISES.op()
-def change_mask(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def change_mask(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     mask = a > 0
     made = torch.where(mask, a, b)
     if state.is_late:
@@ -545,8 +477,7 @@ def change_mask(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     return made.sin()
 
 
-@SURPRISES.op()
-def change_number(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def change_number(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """A tensor without dimensions."""
     number = torch.tensor(0.5)
     made = a * number
@@ -555,8 +486,7 @@ def change_number(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tenso
     return made.sin()
 
 
-@SURPRISES.op()
-def fail(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def fail(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """The user's hook raises in backward."""
     made = functional.silu(a)
     if state.is_late and made.requires_grad:
@@ -570,93 +500,52 @@ def fail(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 
 # ---- ops of mixed programs -----------------------------------------------------------------------------------------
 
-KNOWN = {
-    "unary": 6, "saved": 4, "binary": 6, "weighted": 5, "norm": 3, "softmax": 1, "cast": 3, "viewed": 4, "autocast": 2,
-    "in_place": 2, "dropout": 1,
-}  # fmt: skip
-for _name, _weight in KNOWN.items():
-    MIXED.take(_name, CHEAP.ops[_name], _weight)
 UNRECORDED = {"late_change", "in_place"}
 """Ops that may change a tensor without a record of autograd's."""
-AFTER: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "exp": lambda a: a.clamp(-2, 2).exp(),
-    "neg": lambda a: -a,
-    "wide": lambda a: a.float(),
-    "twice": lambda a: a + a,
-    "rsqrt": lambda a: torch.rsqrt(a.abs() + 0.5),
-    "softplus": functional.softplus,
-    "sin": torch.sin,
-}
-"""Most of them do not save what they take."""
-SAVING: list[Callable[[Tensor, Tensor], Tensor]] = [
-    lambda a, b: a.sin(),
-    lambda a, b: a * b,
-    lambda a, b: functional.silu(a),
-    lambda a, b: a * a,
-    lambda a, b: a,
-]
 
 
-def continued(r: random.Random, made: Tensor, other: Tensor) -> Tensor:
+def continued(r: Chance, made: Tensor, other: Tensor) -> Tensor:
     """Return the output of ops that follow one of interest: something saves it, now or two ops later."""
     for _ in range(r.choice([0, 1, 1, 2])):
-        made = AFTER[r.choice(list(AFTER))](made)
-    return r.choice(SAVING)(made, other)
+        made = unsaving(r, made)
+    return r.one_of(made.sin, lambda: made * other, lambda: functional.silu(made), lambda: made * made, lambda: made)
 
 
-def changed_in_place(r: random.Random, state: State, made: Tensor, other: Tensor) -> Tensor:
+def changed_in_place(r: Chance, state: State, made: Tensor, other: Tensor) -> Tensor:
     """Recorded by autograd. The second operands are of any dtype."""
-    kind = r.randrange(10)
-    if kind < 3:
-        made += r.choice([state.zeros, state.zero, state.zeros.double()])
-    elif kind < 5:
-        made.mul_(r.choice([state.ones, state.ones.double(), state.scalar]))
-    elif kind == 5:
-        made.sub_(state.zeros, alpha=2)
-    elif kind == 6:
-        made.div_(state.ones)
-    elif kind == 7:
-        made.add_(other, alpha=0.5)
-    elif kind == 8:
-        made.mul_(state.ones.detach()).add_(state.zeros)
-    else:
-        made[:, ::2] += state.zeros[::2]
+    r.one_of(
+        *[lambda: made.add_(r.choice([state.zeros, state.zero, state.zeros.double()]))] * 3,
+        *[lambda: made.mul_(r.choice([state.ones, state.ones.double(), state.scalar]))] * 2,
+        lambda: made.sub_(state.zeros, alpha=2),
+        lambda: made.div_(state.ones),
+        lambda: made.add_(other, alpha=0.5),
+        lambda: made.mul_(state.ones.detach()).add_(state.zeros),
+        lambda: made[:, ::2].add_(state.zeros[::2]),
+    )
     return made
 
 
-@MIXED.op(12)
-def promoted(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    """In place, where the second operand has a wider dtype."""
+def promoted(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     narrow = r.choice([torch.bfloat16, torch.bfloat16, torch.float16, a.dtype])
-    made = r.choice(
-        [
-            lambda: functional.silu(a.to(narrow)) * b.to(narrow),
-            lambda: a.to(narrow) * b.to(narrow),
-            lambda: a.to(narrow).sin(),
-            lambda: a.to(narrow) + b.to(narrow),
-        ]
-    )()
+    made = r.one_of(
+        lambda: functional.silu(a.to(narrow)) * b.to(narrow),
+        lambda: a.to(narrow) * b.to(narrow),
+        lambda: a.to(narrow).sin(),
+        lambda: a.to(narrow) + b.to(narrow),
+    )
     return continued(r, changed_in_place(r, state, made, b), b).to(a.dtype)
 
 
-@MIXED.op(6)
-def promoted_by_autocast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def promoted_by_autocast(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         gate, up = (functional.linear(one, state.square) for one in (a.sin(), b))
         made = changed_in_place(r, state, functional.silu(gate) * up, b)
         return functional.linear(continued(r, made, up), state.square).to(a.dtype)
 
 
-@MIXED.op(4)
-def outer(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    """Sums and products of several dtypes, not in place."""
+def outer(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     narrow = a.to(r.choice([torch.bfloat16, torch.float16]))
-    made = r.choice(
-        [lambda: narrow.sin() + state.zeros, lambda: narrow * state.ones, lambda: narrow * b + state.zero]
-    )()
+    made = r.one_of(lambda: narrow.sin() + state.zeros, lambda: narrow * state.ones, lambda: narrow * b + state.zero)
     return continued(r, made, b).to(a.dtype)
 
 
@@ -687,91 +576,91 @@ TAILED: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@MIXED.op(12)
-def ordered(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def ordered(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """Another order of the same elements."""
     there, back = r.choice(ORDERS)
     rows, columns = a.shape
     image = a.reshape(1, rows, 3, columns // 3) if r.random() < 0.5 else a.reshape(rows, 3, columns // 3, 1)
     tailed = r.choice(TAILED)
-    image = r.choice([lambda: functional.silu(image) * image * 2, lambda: image.sin(), lambda: image * 3.0])()
+    image = r.one_of(lambda: functional.silu(image) * image * 2, lambda: image.sin(), lambda: image * 3.0)
     made = tailed(there(image))
-    made = r.choice([lambda: made * made, lambda: made.sin() * made, lambda: made, lambda: functional.silu(made)])()
+    made = r.one_of(lambda: made * made, lambda: made.sin() * made, lambda: made, lambda: functional.silu(made))
     return back(made).to(a.dtype).reshape(rows, columns)
 
 
-@MIXED.op(5)
-def transposed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def transposed(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     there = r.choice([lambda h: h.t().contiguous(), lambda h: h.t().clone(), lambda h: h.t().bfloat16()])
     tailed = r.choice(TAILED)
     made = tailed(there(functional.silu(a) * a * 2))
     return (made * made).t().to(a.dtype) * b
 
 
-@MIXED.op(8)
-def carried(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def carried(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """The graph of this step is a part of the next one's."""
     a_still = a.detach()
-    made = r.choice(
-        [
-            lambda: functional.silu(a_still * state.ones) + state.zeros,
-            lambda: (a_still + state.zeros).sigmoid() * state.ones,
-            lambda: UNARY[r.choice(list(UNARY))](a_still * state.ones) - state.zero,
-            lambda: a_still.bfloat16() + state.zeros.bfloat16(),
-            lambda: (a_still * state.scalar).sin() * state.ones,
-            lambda: functional.linear(a_still.float().sin(), state.square) + state.zero,
-        ]
-    )()
+    made = r.one_of(
+        lambda: functional.silu(a_still * state.ones) + state.zeros,
+        lambda: (a_still + state.zeros).sigmoid() * state.ones,
+        lambda: r.value(UNARY)(a_still * state.ones) - state.zero,
+        lambda: a_still.bfloat16() + state.zeros.bfloat16(),
+        lambda: (a_still * state.scalar).sin() * state.ones,
+        lambda: functional.linear(a_still.float().sin(), state.square) + state.zero,
+    )
     before = state.carried.get(state.place)
     state.carried[state.place] = made
     return a if before is None else continued(r, before, b).to(a.dtype) * b
 
 
-@MIXED.op(4)
-def casted_parameter(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    """Copies of parameters, as autocast makes them."""
+def casted_parameter(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     narrow = torch.bfloat16
     weight = r.choice([state.zeros, state.ones, state.zero, state.full]).to(narrow)
-    made = r.choice([lambda: a.to(narrow).sin() * weight, lambda: functional.silu(weight) * a.to(narrow)])()
+    made = r.one_of(lambda: a.to(narrow).sin() * weight, lambda: functional.silu(weight) * a.to(narrow))
     return continued(r, made, b).to(a.dtype)
 
 
-@MIXED.op(3)
-def logged(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+def logged(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
     """A statistic that is kept, and differentiated a step later."""
-    made = r.choice([lambda: functional.silu(a) * b, lambda: a + b + state.zeros, lambda: a.sin() * b.cos()])()
+    made = r.one_of(lambda: functional.silu(a) * b, lambda: a + b + state.zeros, lambda: a.sin() * b.cos())
     if made.requires_grad:
         state.logged.append((r.choice([made * made, made.sin()]).mean(), made))
-    return continued(r, made, b)
-
-
-@MIXED.op(0)  # drawn once at most
-def late_change(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    """A change that autograd does not record, before anything has saved what is changed."""
-    made = r.choice(
-        [lambda: functional.silu(a) * b, lambda: a * b, lambda: a.sin(), lambda: a + b, lambda: a.float()]
-    )()
-    made = made.neg() if made is a else made
-    kind = r.randrange(8)
-    with torch.no_grad():
-        if kind == 0:  # in all steps, and of no effect at first
-            made.clamp_(max=0.05 if state.is_late else 1e4)
-        elif state.is_late and kind == 1:
-            made.clamp_(max=0.05)
-        elif state.is_late and kind == 2:
-            made[:, ::2].mul_(0.5)
-    if state.is_late:
-        if kind == 3:
-            made.data.masked_fill_(made.data > 0.05, 0.0)
-        elif kind == 4:
-            made.data.mul_(1.5)
-        elif kind == 5:
-            made.data[:1].zero_()
-        elif kind == 6:
-            made.data.copy_(made.data.flip(1) + 0.5)
-        elif kind == 7 and made.dtype == torch.float32:
-            made.detach().numpy()[...] += 1
     return continued(r, made, b).to(a.dtype)
 
 
-FUNCTIONS = CHEAP.ops | SURPRISES.ops | MIXED.ops
+def late_change(state: State, r: Chance, a: Tensor, b: Tensor) -> Tensor:
+    """A change that autograd does not record, before anything has saved what is changed."""
+    made = r.one_of(lambda: functional.silu(a) * b, lambda: a * b, lambda: a.sin(), lambda: a + b, lambda: a.float())
+    made = made.neg() if made is a else made
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: made.clamp_(max=0.05 if state.is_late else 1e4),  # in all steps, and of no effect at first
+        lambda: made.clamp_(max=0.05),
+        lambda: made[:, ::2].mul_(0.5),
+        lambda: made.data.masked_fill_(made > 0.05, 0.0),
+        lambda: made.data.mul_(1.5),
+        lambda: made.data[:1].zero_(),
+        lambda: made.data.copy_(made.flip(1) + 0.5),
+        lambda: torch.from_numpy(made.detach().float().numpy()).add_(1),  # of the same memory, mostly
+    )
+    kind = r.randrange(len(changes))
+    if kind == 0 or state.is_late:
+        with torch.no_grad():
+            changes[kind]()
+    return continued(r, made, b).to(a.dtype)
+
+
+# ---- the tables -----------------------------------------------------------------------------------------------------
+
+# Each op with its weight in a draw.
+CHEAP: dict[Op, int] = {
+    unary: 30, saved: 16, binary: 16, viewed: 14, norm: 8, weighted: 6, dropout: 6, cast: 6, softmax: 4, custom: 4,
+    in_place: 4, checkpointed: 3, hooked: 3, autocast: 3, from_input: 3, attention: 2, detached: 2, complex_: 2,
+    single: 2, late_op: 2, empty: 1, inferred: 1, collected: 1, observed: 1,
+}  # fmt: skip
+SURPRISES: tuple[Op, ...] = (
+    change_saved, change_and_save, change_result, change_parameter, change_mask, change_number, fail,
+)  # fmt: skip
+MIXED: dict[Op, int] = {
+    unary: 6, saved: 4, binary: 6, weighted: 5, norm: 3, softmax: 1, cast: 3, viewed: 4, autocast: 2, in_place: 2,
+    dropout: 1, promoted: 12, ordered: 12, carried: 8, promoted_by_autocast: 6, transposed: 5, outer: 4,
+    casted_parameter: 4, logged: 3, late_change: 0,  # the last is drawn once at most
+}  # fmt: skip
+FUNCTIONS = {op.__name__: op for op in (*CHEAP, *SURPRISES, *MIXED)}

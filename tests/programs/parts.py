@@ -9,19 +9,19 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy
 import torch
 import torch.autograd.forward_ad
-from support.awkward import Read, function, returns_what_it_saved
-from support.late_device import LateDevice, LateEvent
+from support.awkward import Read, function, lstm_cell, returns_what_it_saved
+from support.late_device import LateDevice
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from programs.ops import CHEAP, State
+from programs.ops import FUNCTIONS, Chance, State
 
 KERNEL_S = 0.002  # that a late kernel takes to begin
 CAPACITY = 128  # rows of the longest batch
@@ -40,14 +40,8 @@ class Part(nn.Module):
         self.width = width
 
 
-def part(forward: Callable[[Tensor], Tensor]) -> type[Part]:
-    """A decorator: a part without a state of its own, from its forward."""
-    own = {"forward": lambda self, x: forward(x), "__doc__": forward.__doc__}
-    return type(forward.__name__, (Part,), own)
-
-
-def part_with(**own: Callable[[int], Any]) -> Callable[[Callable[[Any, Tensor], Tensor]], type[Part]]:
-    """A decorator: a part with attributes of its own, each made for the width, from its forward."""
+def part(**own: Callable[[int], Any]) -> Callable[[Callable[[Any, Tensor], Tensor]], type[Part]]:
+    """A decorator: a part from its forward, with attributes of its own, each made for the width."""
 
     def of_forward(forward: Callable[[Any, Tensor], Tensor]) -> type[Part]:
         def __init__(self: Part, width: int) -> None:
@@ -61,39 +55,30 @@ def part_with(**own: Callable[[int], Any]) -> Callable[[Callable[[Any, Tensor], 
     return of_forward
 
 
-def weight(width: int, other: int | None = None) -> nn.Parameter:
-    return nn.Parameter(torch.randn(width, other or width) / width**0.5)
+def linear(inputs: int = 1, outputs: int = 1) -> Callable[[int], nn.Module]:
+    """Return what makes a layer of so many widths."""
+    return lambda width: nn.Linear(inputs * width, outputs * width)
 
 
 # ---- what networks are usually made of ------------------------------------------------------------------------------
 
 
-class Mlp(Part):
-    """Linear, GELU, linear."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(x)))
+@part(up=linear(1, 2), down=linear(2, 1))
+def Mlp(self: Any, x: Tensor) -> Tensor:
+    return self.down(functional.gelu(self.up(x)))
 
 
-class ReluMlp(Mlp):
-    """With an activation in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu_(self.up(x)))
+@part(up=linear(1, 2), down=linear(2, 1))
+def ReluMlp(self: Any, x: Tensor) -> Tensor:
+    return self.down(torch.relu_(self.up(x)))
 
 
-class Dropout(Mlp):
-    """With random numbers of torch's own generator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.dropout(super().forward(x), 0.2)
+@part(mlp=Mlp)
+def Dropout(self: Any, x: Tensor) -> Tensor:
+    return functional.dropout(self.mlp(x), 0.2)
 
 
-@part_with(qkv=lambda width: nn.Linear(width, 3 * width), out=lambda width: nn.Linear(width, width))
+@part(qkv=linear(1, 3), out=linear())
 def Attention(self: Any, x: Tensor) -> Tensor:
     """Two sequences and heads of 16."""
     heads = self.qkv(x).view(2, x.shape[0] // 2, 3, self.width // 16, 16).permute(2, 0, 3, 1, 4)
@@ -101,25 +86,23 @@ def Attention(self: Any, x: Tensor) -> Tensor:
     return self.out(mixed.transpose(1, 2).reshape(x.shape))
 
 
-@part_with(norm=nn.LayerNorm)
+@part(norm=nn.LayerNorm)
 def Norm(self: Any, x: Tensor) -> Tensor:
-    """LayerNorm."""
     return self.norm(x)
 
 
-@part_with(conv=lambda width: nn.Conv1d(width, width, 3, padding=1))
+@part(conv=lambda width: nn.Conv1d(width, width, 3, padding=1))
 def Conv(self: Any, x: Tensor) -> Tensor:
-    """A convolution along the rows."""
     return self.conv(x.t().unsqueeze(0)).squeeze(0).t()
 
 
-@part_with(norm=nn.BatchNorm1d)
+@part(norm=nn.BatchNorm1d)
 def BatchNorm(self: Any, x: Tensor) -> Tensor:
     """Statistics in buffers, changed in forward."""
     return self.norm(x)
 
 
-@part_with(weight=weight)
+@part(weight=lambda width: nn.Parameter(torch.randn(width, width) / width**0.5))
 def Tied(self: Any, x: Tensor) -> Tensor:
     """One weight and its transpose."""
     return functional.linear(torch.tanh(functional.linear(x, self.weight)), self.weight.t())
@@ -133,52 +116,45 @@ class Ops(Part):
         self.seed, self.state = seed, State((1, width), torch.float32, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        chance, pool = random.Random(self.seed), [x, x * self.state.vector]
+        chance, pool = Chance(self.seed), [x, x * self.state.vector]
         for _ in range(3):
             first, second = chance.sample(pool, 2)
-            pool.append(CHEAP.ops[chance.choice(OPS)](self.state, chance, first, second))
+            pool.append(FUNCTIONS[chance.choice(OPS)](self.state, chance, first, second))
         return torch.tanh(pool[-1].to(x.dtype))
 
 
 # ---- in place, and views --------------------------------------------------------------------------------------------
 
 
-@part
-def InPlace(x: Tensor) -> Tensor:
+@part()
+def InPlace(_: Any, x: Tensor) -> Tensor:
     """Fresh tensors changed before they are saved."""
     h = x * 1.1
     h.add_(0.1).mul_(0.9)
     return torch.relu_(h) * h.sigmoid()
 
 
-@part
-def ChangesInput(x: Tensor) -> Tensor:
-    """Changes what it was given, in place."""
+@part()
+def ChangesInput(_: Any, x: Tensor) -> Tensor:
     return x.mul_(0.9).sin()
 
 
-@part_with(all=lambda width: nn.Linear(width, 4 * width))
+@part(all=linear(1, 4))
 def Gates(self: Any, x: Tensor) -> Tensor:
-    """Chunks that share bytes and count their versions apart, as in PyTorch's own LSTM cells."""
-    i, f, g, o = self.all(x).unsafe_chunk(4, 1)
-    i.sigmoid_()
-    f.sigmoid_()
-    g.tanh_()
-    o.sigmoid_()
-    return o * (f * x + i * g).tanh()
+    return lstm_cell(self.all(x), x)
 
 
 # ---- kinds of tensors -----------------------------------------------------------------------------------------------
 
 
-@part
-def SliceFirst(x: Tensor) -> Tensor:
+@part()
+def SliceFirst(_: Any, x: Tensor) -> Tensor:
     """Saves a small slice of an activation before all of it."""
     h = x * 1.1
     return h[:1] * h[:1] + h.sin()
 
 
-@part_with(weight=lambda width: nn.Parameter(torch.ones(width)))
+@part(weight=lambda width: nn.Parameter(torch.ones(width)))
 def ForwardAd(self: Any, x: Tensor) -> Tensor:
     """A derivative in forward mode, whose rules save zero tensors, which have no storage."""
     ad = torch.autograd.forward_ad
@@ -188,9 +164,8 @@ def ForwardAd(self: Any, x: Tensor) -> Tensor:
         return both.primal + 0.5 * both.tangent * self.weight
 
 
-@part_with(linear=lambda width: nn.Linear(width, width))
+@part(linear=linear())
 def Nested(self: Any, x: Tensor) -> Tensor:
-    """Nested tensors, of the strided layout."""
     several = torch.nested.as_nested_tensor([x[: x.shape[0] // 4], x[x.shape[0] // 4 :]])
     h = self.linear(several).relu()
     return torch.cat((h * h * 0.5).unbind())
@@ -202,46 +177,31 @@ def Nested(self: Any, x: Tensor) -> Tensor:
 _doubles = function(lambda a: (a * a, [a.clone()]), lambda grad, read: read()[0].mul_(2).mul_(grad))
 
 
-@part
-def ReusesBuffer(x: Tensor) -> Tensor:
+@part()
+def ReusesBuffer(_: Any, x: Tensor) -> Tensor:
     """A function whose backward changes what it unpacks."""
     return _doubles(x * 0.7)
-
-
-def _returning(self: Any, x: Tensor, constant: Tensor) -> Tensor:
-    return x + 0.01 * returns_what_it_saved(self.weight, constant).tanh()
 
 
 def rows(width: int, scale: float = 0.01) -> Tensor:
     return torch.randn(CAPACITY, width) * scale
 
 
-def row_weight(width: int) -> nn.Parameter:
-    return nn.Parameter(rows(width, 0.1))
+def returning(name: str, held: Callable[[int], Any]) -> type[Part]:
+    """A part with a backward that returns what it saved: what the part holds, or has made for it."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        constant = self.held if isinstance(self.held, Tensor) else self.held()
+        return x + 0.01 * returns_what_it_saved(self.weight, constant).tanh()
+
+    forward.__name__ = name
+    return part(weight=lambda width: nn.Parameter(rows(width, 0.1)), held=held)(forward)
 
 
-@part_with(weight=row_weight, held=rows)
-def ReturnsLeaf(self: Any, x: Tensor) -> Tensor:
-    """A backward that returns a leaf it saved: a constant of the module, not registered."""
-    return _returning(self, x, self.held)
-
-
-@part_with(weight=row_weight, other=lambda width: nn.Parameter(rows(width)))
-def ReturnsParameter(self: Any, x: Tensor) -> Tensor:
-    """A backward that returns a parameter it saved."""
-    return _returning(self, x, self.other)
-
-
-@part_with(weight=row_weight, held=lambda width: nn.Buffer(rows(width)))
-def ReturnsBuffer(self: Any, x: Tensor) -> Tensor:
-    """A backward that returns a buffer it saved."""
-    return _returning(self, x, self.held)
-
-
-@part_with(weight=row_weight)
-def ReturnsFresh(self: Any, x: Tensor) -> Tensor:
-    """A backward that returns a tensor nobody else has."""
-    return _returning(self, x, torch.full((CAPACITY, self.width), 0.01))
+ReturnsLeaf = returning("ReturnsLeaf", rows)  # a constant of the module, not registered
+ReturnsParameter = returning("ReturnsParameter", lambda width: nn.Parameter(rows(width)))
+ReturnsBuffer = returning("ReturnsBuffer", lambda width: nn.Buffer(rows(width)))
+ReturnsFresh = returning("ReturnsFresh", lambda width: lambda: torch.full((CAPACITY, width), 0.01))
 
 
 # ---- more than one stream -------------------------------------------------------------------------------------------
@@ -263,92 +223,87 @@ def playing(device: LateDevice | None) -> Iterator[None]:
         _streams.clear()
 
 
-def _read_late(holder: list[Tensor], number: int) -> Tensor:
-    """The tensor's values as a kernel of a stream sees them, which runs after the host has let go of the tensor."""
+def on_stream(number: int) -> AbstractContextManager[Any]:
+    return nullcontext() if _playing is None else _playing.on(_streams[number])
+
+
+def _read_late(holder: list[Tensor]) -> Tensor:
+    """The values as a kernel of the current stream sees them, which runs after the host has let go of the tensor."""
     tensor = holder.pop()
     if _playing is None:
         return tensor.detach().clone()  # the bytes that a kernel reads have no graph
     bytes_of = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     found = torch.empty(bytes_of.numel(), dtype=torch.uint8)
-    view = (tensor.shape, tensor.stride(), tensor.storage_offset())
-    dtype = tensor.dtype
-    stream = _streams[number]
-    with _playing.on(stream):
-        _playing.launch(lambda memory: (time.sleep(KERNEL_S), found.copy_(memory)), bytes_of)
-        event = LateEvent(_playing)
-        event.record(stream)
+    dtype, view = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
+    _playing.launch(lambda memory: (time.sleep(KERNEL_S), found.copy_(memory)), bytes_of)
     del tensor, bytes_of
-    event.synchronize()
+    _playing.current_stream().synchronize()
     return found.view(dtype).as_strided(*view).clone()
 
 
-def _on_stream(number: int, read: Read) -> Tensor:
-    """Return what a function saved, unpacked and read while its stream is the current one."""
-    with nullcontext() if _playing is None else _playing.on(_streams[number]):
-        return _read_late([*read()], number)
+def _written_late(source: Tensor) -> Tensor:
+    """The same values, which a kernel on a stream has yet to write."""
+    if _playing is None:
+        return source.detach().clone(memory_format=torch.contiguous_format)  # as below: sums depend on strides
+    wanted = source.contiguous().view(torch.uint8).flatten().clone()
+    _playing.launch(lambda: time.sleep(KERNEL_S))
+    return _playing.filled(wanted).view(source.dtype).view(source.shape)
 
 
-def _reading_late(number: int) -> Callable[..., Tensor]:
-    return function(lambda a: (a * a * 0.5, [a]), lambda grad, read: _on_stream(number, read) * grad)
+def _reading_late(number: int, saved: Callable[[Tensor], Tensor] = lambda a: a) -> Callable[..., Tensor]:
+    """A Function whose backward unpacks and reads what it saved while a stream of its own is the current one."""
+
+    def gradient(grad: Tensor, read: Read) -> Tensor:
+        with on_stream(number):
+            seen = _read_late([*read()])
+        return seen * grad
+
+    return function(lambda a: (a * a * 0.5, [saved(a)]), gradient)
 
 
 _reads_late = [_reading_late(number) for number in range(2)]
+_writes_late = _reading_late(1, _written_late)
 
 
-@part
-def TwoStreams(x: Tensor) -> Tensor:
+@part()
+def TwoStreams(_: Any, x: Tensor) -> Tensor:
     """One saved storage that two streams of backward read."""
     h = x * 1.1
     return _reads_late[0](h) + _reads_late[1](h)
 
 
-@part
-def SecondStream(x: Tensor) -> Tensor:
+@part()
+def SecondStream(_: Any, x: Tensor) -> Tensor:
     """One saved storage that the usual stream reads first, or last, and another one too."""
     h = x * 1.1
     return h.sin() + _reads_late[0](h) + h.cos() * h
 
 
-def _written_late(source: Tensor) -> Tensor:
-    if _playing is None:
-        return source.clone(memory_format=torch.contiguous_format)  # as below: sums depend on strides
-    wanted = source.contiguous().view(torch.uint8).flatten().clone()
-    data = _playing.allocate(wanted.numel(), source.device)
-    _playing.launch(lambda memory: (time.sleep(KERNEL_S), memory.copy_(wanted)), data)
-    return data.view(source.dtype).view(source.shape)
-
-
-# Saves a tensor that a kernel on a stream has yet to fill.
-_writes_late = function(
-    lambda a: (a * a * 0.5, [_written_late(a.detach())]), lambda grad, read: _on_stream(1, read) * grad
-)
-
-
-@part
-def LateWriter(x: Tensor) -> Tensor:
+@part()
+def LateWriter(_: Any, x: Tensor) -> Tensor:
     """Forward makes on another stream what it saves."""
-    with nullcontext() if _playing is None else _playing.on(_streams[1]):
+    with on_stream(1):
         return _writes_late(x)
 
 
 # ---- what is not the same the second time ---------------------------------------------------------------------------
 
 
-@part_with(count=lambda _: 0)
+@part(count=lambda _: 0)
 def Counter(self: Any, x: Tensor) -> Tensor:
     """A count in a Python attribute."""
     self.count += 1
     return x.sin() * (1 + 0.1 * (self.count % 7))
 
 
-@part_with(mean=torch.zeros)
+@part(mean=torch.zeros)
 def RunningMean(self: Any, x: Tensor) -> Tensor:
     """A statistic in a plain attribute, replaced by every forward."""
     self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
     return (x - self.mean).sin() * (1 + self.mean)
 
 
-@part_with(memory=lambda width: torch.zeros(1, width))
+@part(memory=lambda width: torch.zeros(1, width))
 def Memory(self: Any, x: Tensor) -> Tensor:
     """The last segment, held in an attribute as in Transformer-XL."""
     h = x.sin() * (1 + 0.3 * self.memory.mean(0))
@@ -359,8 +314,8 @@ def Memory(self: Any, x: Tensor) -> Tensor:
 _tracked: dict[str, Tensor] = {}
 
 
-@part
-def Tracker(x: Tensor) -> Tensor:
+@part()
+def Tracker(_: Any, x: Tensor) -> Tensor:
     """Random states in a global dict, swapped in and out as in Megatron."""
     before = torch.get_rng_state()
     torch.set_rng_state(_tracked["model-parallel"])
@@ -370,17 +325,16 @@ def Tracker(x: Tensor) -> Tensor:
     return h
 
 
-@part
-def HooksInput(x: Tensor) -> Tensor:
+@part()
+def HooksInput(_: Any, x: Tensor) -> Tensor:
     """Scales the gradient of its input."""
     if x.requires_grad:
         x.register_hook(lambda gradient: gradient * 0.5)
     return x.sin()
 
 
-@part_with(bias=lambda width: nn.Parameter(torch.zeros(width)))
+@part(bias=lambda width: nn.Parameter(torch.zeros(width)))
 def RunsBackward(self: Any, x: Tensor) -> Tensor:
-    """Adds to a gradient in forward."""
     if torch.is_grad_enabled():
         self.bias.mean().backward()
     return x.sin() + self.bias
@@ -391,46 +345,32 @@ def RunsBackward(self: Any, x: Tensor) -> Tensor:
 USUAL = (Mlp, ReluMlp, Dropout, Attention, Norm, Conv, BatchNorm, Tied)
 CHANGES = (InPlace, ChangesInput, Gates, SliceFirst)
 KINDS = (ForwardAd, Nested)
-FUNCTIONS = (ReusesBuffer, ReturnsLeaf, ReturnsParameter, ReturnsBuffer, ReturnsFresh)
+OF_USERS = (ReusesBuffer, ReturnsLeaf, ReturnsParameter, ReturnsBuffer, ReturnsFresh)
 STREAMS = (TwoStreams, SecondStream, LateWriter)
 STATEFUL = (Counter, RunningMean, Memory, Tracker, HooksInput, RunsBackward)
 PARTS: dict[str, Callable[..., Part]] = {
-    kind.__name__: kind for kind in (Ops, *USUAL, *CHANGES, *KINDS, *FUNCTIONS, *STREAMS, *STATEFUL)
+    kind.__name__: kind for kind in (Ops, *USUAL, *CHANGES, *KINDS, *OF_USERS, *STREAMS, *STATEFUL)
 }
 
 
-class Checkpointed(nn.Module):
-    """A part under a checkpoint of the user's."""
-
-    def __init__(self, part: Part, *, reentrant: bool) -> None:
-        super().__init__()
-        self.part = part
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.part, x, use_reentrant=self.reentrant)
-
-
-def make_part(name: str, width: int) -> nn.Module:
-    """A part by name; after a slash its seed, after a colon the checkpoint around it."""
+def make_part(name: str, width: int) -> tuple[Part, str]:
+    """A part by name; after a slash its seed, after a colon the checkpoint of the user's around it."""
     name, _, around = name.partition(":")
     kind, _, seed = name.partition("/")
-    part = PARTS[kind](width, *map(int, seed.split()))
-    return Checkpointed(part, reentrant=around == "reentrant") if around else part
+    return PARTS[kind](width, *map(int, seed.split())), around
 
 
 class Block(nn.Module):
-    """The repeated layer: its parts in a row, beside a residual."""
-
     def __init__(self, names: tuple[str, ...], width: int) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(make_part(name, width) for name in names)
+        made, self.around = zip(*(make_part(name, width) for name in names), strict=True)
+        self.parts = nn.ModuleList(made)
         self.last = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x
-        for part in self.parts:
-            h = part(h)
+        for part, around in zip(self.parts, self.around, strict=True):
+            h = checkpoint(part, h, use_reentrant=around == "reentrant") if around else part(h)
         return x + 0.5 * torch.tanh(self.last(h))
 
 
@@ -455,31 +395,21 @@ class Net(nn.Module):
         self.tapped: Tensor | None = None
         self.fails = False
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        x = self.stem(inputs)
-        self._offer(0, x)
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            self._offer(number + 1, x)
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate([self.stem, *self.blocks]):
+            x = layer(x)
+            if number == self.tap:
+                self.tapped = x
         if self.fails:
             raise Failure("in forward")
         return self.head(x).square().mean()
 
-    def _offer(self, number: int, x: Tensor) -> None:
-        if self.tap == number:
-            self.tapped = x
 
-
-class Layer(nn.Module):
+@part(line=linear())
+def Layer(self: Any, x: Tensor) -> Tensor:
     """Six storages of rows x width, of which two can be made again."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.line = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.line(x).sin()
-        return x + functional.gelu(y * y.tanh())
+    y = self.line(x).sin()
+    return x + functional.gelu(y * y.tanh())
 
 
 class Lengths(nn.Module):

@@ -10,8 +10,8 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,12 +79,10 @@ class Tape:
                 self.ours.append("".join(traceback.format_exception(error))[-1500:])
 
     def different(self, other: Tape) -> list[int]:
-        """Return the places of the observations in which another training differs from this one."""
         pairs = enumerate(itertools.zip_longest(self.entries, other.entries))
         return [place for place, (one, two) in pairs if one != two]
 
     def difference(self, other: Tape) -> str | None:
-        """Return how another training differs from this one, in words."""
         different = self.different(other)
         if not different:
             return None
@@ -150,31 +148,21 @@ class Counted(Plain):
     """
 
     def __init__(self) -> None:
-        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
+        self.left: weakref.WeakSet[Callable[[], Tensor]] = weakref.WeakSet()
 
     def saving(self, *inputs: Tensor) -> AbstractContextManager[Any]:
-        return torch.autograd.graph.saved_tensors_hooks(self._hold, _Held.restore)
+        return torch.autograd.graph.saved_tensors_hooks(self._hold, lambda restore: restore())
 
-    def _hold(self, tensor: Tensor) -> _Held:
-        self._held.add(held := _Held(tensor))
-        return held
+    def _hold(self, tensor: Tensor) -> Callable[[], Tensor]:
+        held, version = tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
-    @property
-    def left(self) -> int:
-        """Saved tensors that are still there."""
-        gc.collect()
-        return len(self._held)
+        def restore() -> Tensor:
+            if held._version != version:
+                raise RuntimeError("modified by an inplace operation")
+            return held
 
-
-class _Held:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self._version = tensor._version
-
-    def restore(self) -> Tensor:
-        if self._tensor._version != self._version:
-            raise RuntimeError("modified by an inplace operation")
-        return self._tensor
+        self.left.add(restore)
+        return restore
 
 
 class Ours(Plain):
@@ -229,17 +217,14 @@ class Ours(Plain):
         """Close the offloader, and return what it had left."""
         try:
             left = after_a_while(lambda: held(self.offloader.cache), SETTLE_S)
-            if left:
-                self._failures.append(Failure("left", left))
+            self._failures += [Failure("left", left)] if left else []
         finally:
             self.offloader.close()
             if self.device is not None:
                 self.device.end()
             logging.getLogger("ds_tba").removeHandler(self.warnings)
         alive = after_a_while(self._alive, SETTLE_S)
-        if alive:
-            self._failures.append(Failure("threads", f"alive after close: {alive}"))
-        return self._failures
+        return self._failures + ([Failure("threads", f"alive after close: {alive}")] if alive else [])
 
     def _alive(self) -> str:
         """Threads of ours that were not there before."""
@@ -291,7 +276,6 @@ class Training:
         return kind(self._net.parameters(), lr=1e-3)
 
     def go_on(self, steps: Iterable[Step]) -> None:
-        """Train these steps."""
         for step in steps:
             number = self._tape.step
             self._held = [held for held in self._held if held[0] > number]
@@ -367,7 +351,6 @@ class Training:
         self._backward(self._forward(self._batch(step.rows)))
 
     def retain(self, step: Step, number: int) -> None:
-        """Two backwards through one graph."""
         loss = self._forward(self._batch(step.rows))
         self._backward(loss, retain_graph=True)
         self._backward(loss)
@@ -384,40 +367,34 @@ class Training:
     def evaluate(self, step: Step, number: int) -> None:
         """Passes without gradients in between."""
         loss = self._forward(self._batch(step.rows))
-        with torch.no_grad():
-            self._forward(self._fresh(24))
+        self._look(24)
         self._net.eval()
-        with torch.no_grad():
-            self._forward(self._fresh(step.rows))
+        self._look(step.rows)
         self._net.train()
         self._backward(loss)
 
     def idle(self, step: Step, number: int) -> None:
         """A step of the optimizer without a forward, or without one that has a backward."""
         if step.how == "evaluation":
-            with torch.no_grad():
-                self._forward(self._fresh(step.rows))
+            self._look(step.rows)
 
     def raises(self, step: Step, number: int) -> None:
         """Something else fails between forward and backward; the script goes on."""
-        try:
+        with suppress(KeyError):
             loss = self._forward(self._batch(step.rows))
             raise KeyError("between forward and backward")
-        except KeyError:
-            del loss
+        del loss
         self.usual(step, number)
 
     def fails(self, step: Step, number: int) -> None:
         """A forward ends in an error; the script goes on."""
         self._net.fails = True
-        try:
+        with suppress(parts.Failure):
             self._forward(self._batch(step.rows))
-        except parts.Failure:
-            self._net.fails = False
+        self._net.fails = False
         self.usual(step, number)
 
     def inputs(self, step: Step, number: int) -> None:
-        """Gradients of a few tensors only."""
         loss = self._forward(self._batch(step.rows))
         wanted = self._wanted(step.pick)
         if step.how == "grad":
@@ -446,6 +423,10 @@ class Training:
         self._tape.note("loss", loss)
         self._tape.is_finite = bool(loss.isfinite())
         return loss
+
+    def _look(self, rows: int) -> None:
+        with torch.no_grad():
+            self._forward(self._fresh(rows))
 
     def _backward(self, loss: Tensor, **options: Any) -> None:
         loss.backward(**options)
@@ -541,12 +522,18 @@ def train(program: Program, side: Plain) -> Tape:
 @contextmanager
 def collecting(how: str) -> Iterator[None]:
     """When garbage is collected: as usual, often, or in no other thread than those that begin inside."""
-    thresholds = gc.get_threshold()
+    thresholds, chance = gc.get_threshold(), random.Random(0)
+
+    def collect(*_: object) -> None:
+        """At one of so many events of a thread, whatever that is doing then."""
+        if chance.random() * COLLECT_EVENTS < 1:
+            gc.collect(1)
+
     if how == "often":
         gc.set_threshold(20, 5, 5)
     if how == "in lanes":
         gc.disable()
-        threading.setprofile(_Collecting())
+        threading.setprofile(collect)
     try:
         yield
     finally:
@@ -555,22 +542,10 @@ def collecting(how: str) -> Iterator[None]:
         threading.setprofile(None)
 
 
-class _Collecting:
-    """A profiler that collects garbage at one of so many events of a thread, whatever that is doing then."""
-
-    def __init__(self) -> None:
-        self._chance = random.Random(0)
-
-    def __call__(self, *_: Any) -> None:
-        if self._chance.random() * COLLECT_EVENTS < 1:
-            gc.collect(1)
-
-
 # ---- one draw -------------------------------------------------------------------------------------------------------
 
 
 def check(program: Program, directory: str) -> Outcome:
-    """Run a program without us and with us; return what is wrong."""
     return run(program, directory)[0]
 
 
@@ -598,6 +573,7 @@ def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
             outcome.failures.append(Failure("harness", f"the reference differs from itself, {again}"))
     if any(one.kind == "left" for one in outcome.failures):
         train(program, counted := Counted())
+        gc.collect()
         if counted.left:
             outcome.failures = [one for one in outcome.failures if one.kind != "left"]
     outcome.tally["plans"] = side.offloader.report().plans
@@ -605,16 +581,12 @@ def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
 
 
 def _compare(outcome: Outcome, reference: Tape, program: Program, side: Ours, prefix: str) -> None:
-    tape: Tape | None = None
     try:
         tape = train(program, side)
     except Exception as error:  # noqa: BLE001 - a failure like others
-        where = "".join(traceback.format_exception(error))[-1500:]
-        outcome.failures.append(Failure("error", f"{prefix}{where}"))
-    if tape is not None:
+        outcome.failures.append(Failure("error", prefix + "".join(traceback.format_exception(error))[-1500:]))
+    else:
         difference = reference.difference(tape)
-        if difference is not None:
-            outcome.failures.append(Failure("difference", prefix + difference))
+        outcome.failures += [Failure("difference", prefix + difference)] if difference is not None else []
         outcome.failures += [Failure("error", prefix + text) for text in tape.ours]
-    del tape
     outcome.failures += [Failure(one.kind, prefix + one.text) for one in side.end()]

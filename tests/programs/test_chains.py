@@ -17,8 +17,8 @@ from programs.ops import MIXED
 
 DRAWS = 60
 # The first, whose cheap programs have most rules, is a part of every run of the tests, the others of ``make test-all``.
-FIRST = 1
-CHUNKS = [FIRST, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in (0, 2, 3, 4))]
+FIRST = 0
+CHUNKS = [FIRST, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 5))]
 SHOWN = 5  # of those that fail
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -32,7 +32,7 @@ def test_random_programs_are_the_same_bits(chunk: int, kind: str, tmp_path: Path
     # Otherwise it would prove nothing.
     assert tally["made again"] > 0.4 * DRAWS
     if kind == "mixed":
-        assert set(MIXED.ops) <= set(part_of(tally, "op"))
+        assert {op.__name__ for op in MIXED} <= set(part_of(tally, "op"))
         return
     assert len(part_of(tally, "rule")) > (0.7 if chunk == FIRST else 0.6) * len(USABLE), USABLE - set(
         part_of(tally, "rule")

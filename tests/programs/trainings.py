@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from programs import parts
@@ -11,6 +11,14 @@ from programs import parts
 MIB = 1 << 20
 MIN_BYTES = 4096
 CONTROL_FRACTION = 0.12  # of the draws with plans
+
+
+DROPPED = ("at once", "held", "cycle")
+# The variants of kinds of steps.
+HOW = {
+    "several": ("sum", "in order", "reversed"), "dropped": DROPPED, "refill": DROPPED, "after": (*DROPPED, "cycle"),
+    "between": (*DROPPED, "cycle"), "double": ("inside", "outside"), "inputs": ("grad", "backward"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,11 +44,8 @@ class Step:
     keeps: int = 0
 
     def __repr__(self) -> str:
-        if self.forwards:
-            return f"{self.kind} {self.forwards} keeps {self.keeps}"
-        how = f"/{self.how}" if self.how else ""
-        times = f" x{self.micro_steps}" if self.micro_steps > 1 else ""
-        return f"{self.kind}{how} {self.rows}{times}"
+        told = ((one.name, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default)
+        return f"({', '.join(f'{name} {value}' for name, value in told)})"
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,6 @@ class Program:
     ssd: dict[str, float] = field(default_factory=dict)
 
     def block(self, directory: str, budget_bytes: int | None) -> dict[str, Any]:
-        """``activation_nvme_offload`` of this program."""
         io = {"backend": "posix", "staging_bytes": self.staging_bytes, "swap_file_bytes": 256 * MIB,
               "write_lanes": self.lanes, "read_lanes": self.lanes, "integrity": self.integrity}  # fmt: skip
         return {
@@ -108,7 +112,6 @@ class Program:
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed: always the same one."""
     chance = random.Random(f"program {seed}")
     placement = _weighed(chance, adaptive=11, nvme=5, host=2, keep=2)
     device = _weighed(chance, cpu=3, late=1) if placement != "keep" else "cpu"
@@ -118,11 +121,13 @@ def draw(seed: int) -> Program:
     steps = _draw_steps(chance, placement, batches, blocks)
     recompute, rematerialize = chance.random() < 0.5, chance.random() < 0.8
     if recompute:
-        blocks = tuple(tuple(map(_repeatable, names)) for names in blocks)
+        blocks = tuple(tuple(_replaced(name, REPEATABLE) for name in names) for names in blocks)
     # A block that runs again needs its inputs unchanged, as any checkpoint; and where something is rematerialized the
-    # error may come earlier in backward than without us, before a checkpoint has run again what has state.
-    has_state = any(":" in name and name != _stateless(name) for names in blocks for name in names)
-    if (recompute and placement == "adaptive") or (rematerialize and has_state):
+    # error may come earlier in backward than without us, before a checkpoint has run again what has state. It may also
+    # come where autograd has no use for the changed input of a block, of which an op's output is made again.
+    has_state = any(":" in name and name != _replaced(name, STATELESS) for names in blocks for name in names)
+    is_operand = any(names[0].startswith("Ops") for names in blocks)
+    if (recompute and placement == "adaptive") or (rematerialize and (has_state or is_operand)):
         steps = tuple(replace(step, kind="usual", how="") if step.kind == "mutate" else step for step in steps)
     budget_part = chance.choice((0.9, 0.5, 0.25, 0.125)) if placement == "adaptive" and chance.random() < 0.45 else None
     planners = ("recompute", "tba", "keep") if recompute else ("tba", "keep")
@@ -161,13 +166,10 @@ def _controlled(program: Program, chance: random.Random) -> Program:
     for number, step in enumerate(program.steps):
         if step.kind == "usual":
             most = parts.CAPACITY // 8
-            rows = {
-                "growing": min(most, 2 + number),
-                "alternating": 2 + 6 * (number % 2),
-                "random": chance.randint(1, most),
-            }
+            rows = {"growing": min(most, 2 + number), "alternating": 2 + 6 * (number % 2)}
+            rows_of_8 = rows.get(course) or chance.randint(1, most)
             times = chance.choice((1, 1, 2, 3)) if course == "random" else 1 + number // 8 % 2
-            step = replace(step, rows=8 * rows[course], micro_steps=times)
+            step = replace(step, rows=8 * rows_of_8, micro_steps=times)
         steps.append(step)
         if chance.random() < 0.1:
             steps.append(Step("idle", step.rows, 1, chance.choice(("nothing", "evaluation"))))
@@ -175,22 +177,17 @@ def _controlled(program: Program, chance: random.Random) -> Program:
     return replace(program, steps=tuple(steps), surprises=surprises)
 
 
-def _stateless(name: str) -> str:
-    """A part that may run again in the place of one that may not."""
-    kind, colon, checkpointed = name.partition(":")
-    may_not = {part.__name__ for part in (*parts.STATEFUL, parts.BatchNorm)}
-    return f"Dropout{colon}{checkpointed}" if kind in may_not else name
+# By the name of a part that may not run a second time: one that may, in its place.
+STATELESS = {part.__name__: "Dropout" for part in (*parts.STATEFUL, parts.BatchNorm)}
+# The same for any checkpoint. It cannot run again what reads or changes state, nor what changes its input or saves a
+# strided nested tensor. And it hands out an alias of what a Function saved, which ``.grad`` may then share.
+REPEATABLE = STATELESS | {
+    "ReturnsLeaf": "ReturnsFresh", "ReturnsBuffer": "ReturnsFresh", "ChangesInput": "InPlace", "Nested": "Dropout",
+}  # fmt: skip
 
 
-def _repeatable(name: str) -> str:
-    """Return a part that any checkpoint can run again.
-
-    It cannot what reads or changes state, nor what changes its input or saves a strided nested tensor. And it hands out
-    an alias of what a Function saved, which ``.grad`` may then share.
-    """
-    others = {"ReturnsLeaf": "ReturnsFresh", "ReturnsBuffer": "ReturnsFresh"}
-    others |= {"ChangesInput": "InPlace", "Nested": "Dropout"}
-    kind, colon, around = _stateless(name).partition(":")
+def _replaced(name: str, others: dict[str, str]) -> str:
+    kind, colon, around = name.partition(":")
     return others.get(kind, kind) + colon + around
 
 
@@ -207,7 +204,7 @@ def _draw_parts(chance: random.Random, device: str) -> tuple[str, ...]:
     """One to three parts; those that change their input come first, where it is nobody else's."""
     names = []
     for number in range(chance.choice((1, 2, 2, 3))):
-        groups = {parts.USUAL: 7, (parts.Ops,): 6, parts.CHANGES: 3, parts.KINDS: 2, parts.FUNCTIONS: 4,
+        groups = {parts.USUAL: 7, (parts.Ops,): 6, parts.CHANGES: 3, parts.KINDS: 2, parts.OF_USERS: 4,
                   parts.STATEFUL: 7, parts.STREAMS: 6 if device == "late" else 0}  # fmt: skip
         kind = chance.choice(chance.choices([*groups], [*groups.values()])[0])
         if kind is parts.ChangesInput and number:
@@ -229,7 +226,7 @@ def _draw_steps(
     rows = 8 * chance.choice((2, 4, 8, 8, 16))
     micro_steps = chance.choice((1, 1, 2, 3))
     reuses = any(name.startswith("ReusesBuffer") for names in blocks for name in names)
-    several = Step("several", rows, chance.choice((2, 2, 3)), _order(chance))
+    several = Step("several", rows, chance.choice((2, 2, 3)), chance.choice(HOW["several"]))
     steps = []
     for _ in range(count):
         step = Step("usual", rows, micro_steps)
@@ -248,21 +245,8 @@ def _draw_special(chance: random.Random, step: Step, batches: str, depth: int, r
                     inputs=1, mutate=1, refill=3 if batches != "fresh" else 0)  # fmt: skip
     if reuses and kind in ("retain", "double"):  # autograd refuses these, once the buffer has changed
         kind = "usual"
-    how = {
-        "several": lambda: _order(chance),
-        "dropped": lambda: chance.choice(("at once", "held", "cycle")),
-        "after": lambda: chance.choice(("at once", "held", "cycle", "cycle")),
-        "between": lambda: chance.choice(("at once", "held", "cycle", "cycle")),
-        "double": lambda: chance.choice(("inside", "outside")),
-        "inputs": lambda: chance.choice(("grad", "backward")),
-        "refill": lambda: chance.choice(("at once", "held", "cycle")),
-    }.get(kind, str)()
     times = chance.choice((2, 3)) if kind == "several" else 1
-    return Step(kind, step.rows, times, how, chance.randint(0, depth))
-
-
-def _order(chance: random.Random) -> str:
-    return chance.choice(("sum", "in order", "reversed"))
+    return Step(kind, step.rows, times, chance.choice(HOW.get(kind, ("",))), chance.randint(0, depth))
 
 
 def _weighed(chance: random.Random, **weights: int) -> str:

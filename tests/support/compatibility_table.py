@@ -84,40 +84,33 @@ class CompatibilityTable:
 
     def write(self, path: Path, versions: str) -> None:
         """Write the rows of this session as a page, or as the generated part of one."""
-        sections = {name: self._in_section(name) for name in dict.fromkeys(section for section, _ in self.rows)}
+        sections: dict[str, dict[str, str]] = {}
+        for (section, row), said in self.rows.items():
+            sections.setdefault(section, {})[row] = said
         level = "###" if self._is_part else "##"
         rule = "---|" * (1 + self._titles.count("|"))
         tables = ""
         for section, rows in sections.items():
             lines = [f"| {row} | {said} |\n" for row, said in rows.items()] if self._is_part else joined(rows)
             tables += SECTION.format(level=level, section=section, titles=self._titles, rule=rule) + "".join(lines)
+        text = head(sections, versions) + tables
         if self._is_part:
             before, _, rest = path.read_text().partition(BEGIN)
             text = f"{before}{BEGIN}\nVersions: {versions}.\n{tables}\n{END}{rest.partition(END)[2]}"
-        else:
-            text = head(sections, versions) + tables
         path.write_text(text)
-
-    def _in_section(self, name: str) -> dict[str, str]:
-        return {row: said for (section, row), said in self.rows.items() if section == name}
 
 
 def head(sections: Mapping[str, Mapping[str, str]], versions: str) -> str:
     """Return the answers that a reader looks for first: how many combinations are bit-equal, and which are refused."""
     summary, totals = "", Counter[str]()
     for section, rows in sections.items():
-        counts = Counter(outcome_of(said) for said in rows.values())
+        counts = Counter(next((one for one in OUTCOMES if one in said), MEASURED) for said in rows.values())
         totals += counts
         slug = re.sub(r"[^\w -]", "", section).lower().replace(" ", "-")
         summary += f"| [{section}](#{slug}) | {len(rows)} | {counts[EQUAL]} | {counts['refused']} |\n"
     counted = ", ".join(f"{totals[one]} {one}" for one in OUTCOMES if totals[one])
     answer = f"{sum(totals.values())} combinations: {counted}."
     return HEAD.format(answer=answer, summary=summary, versions=versions)
-
-
-def outcome_of(said: str) -> str:
-    """Return the outcome of a row in a word or two."""
-    return next((one for one in OUTCOMES if one in said), MEASURED)
 
 
 def joined(rows: Mapping[str, str]) -> list[str]:
@@ -146,12 +139,8 @@ def told(said: str) -> str:
 
 def span(many: Iterable[str], kind: str) -> str:
     """Return the least and the most MiB of a kind in some outcomes; empty if no outcome has that kind."""
-    found = [
-        float(figure) / (1024 if unit == "K" else 1)
-        for said in many
-        for figure, unit, one in FIGURE.findall(said)
-        if one == kind
-    ]
+    figures = [figure for said in many for figure in FIGURE.findall(said)]
+    found = [float(figure) / (1024 if unit == "K" else 1) for figure, unit, one in figures if one == kind]
     if not found:
         return ""
     least, most = (f"{one:.2f}" if 0 < one < 0.1 else f"{one:.1f}" for one in (min(found), max(found)))

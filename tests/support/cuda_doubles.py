@@ -28,19 +28,7 @@ from ds_tba.storage.backends import kvikio as kvikio_backend
 Script = Callable[[str, int], str | None]
 
 
-def cufile_finds(fd: int) -> bool:
-    """cuFile opens once more, by its path, what it is given: that file must have a name."""
-    return Path(f"/proc/self/fd/{fd}").readlink().exists()
-
-
-def memory_at(address: int, nbytes: int) -> Any:
-    return (ctypes.c_char * nbytes).from_address(address)
-
-
-class CompatMode(enum.IntEnum):
-    OFF = 0
-    ON = 1
-    AUTO = 2
+CompatMode = enum.IntEnum("CompatMode", ["OFF", "ON", "AUTO"], start=0)
 
 
 class IOFuture:
@@ -70,12 +58,9 @@ class FakeKvikio:
         self.nvidia_fs = nvidia_fs
         self.udev = udev
         self.settings: dict[str, Any] = {
-            "compat_mode": CompatMode.AUTO,
-            "num_threads": 1,
-            "task_size": 4 << 20,
-            "auto_direct_io_read": False,
+            "compat_mode": CompatMode.AUTO, "num_threads": 1, "task_size": 4 << 20, "auto_direct_io_read": False,
             "auto_direct_io_write": True,
-        }
+        }  # fmt: skip
         self.registered: dict[int, int] = {}
         self.requests: list[tuple[str, int]] = []
         self.open_files = 0
@@ -129,7 +114,9 @@ class FakeCuFile:
             self._fds = [os.open(path, os.O_RDWR | os.O_CLOEXEC | direct) for direct in (os.O_DIRECT, 0)]
         except OSError as error:
             raise RuntimeError(f"Unable to open file: {error.strerror}") from None
-        if kvikio.settings["compat_mode"] is not CompatMode.ON and not cufile_finds(self._fds[0]):
+        # cuFile opens once more, by its path, what it is given: that file must have a name.
+        is_found = Path(f"/proc/self/fd/{self._fds[0]}").readlink().exists()
+        if kvikio.settings["compat_mode"] is not CompatMode.ON and not is_found:
             raise RuntimeError("cuFile error at: compat_mode_manager.cpp:80: failed to obtain new file descriptor")
         kvikio.open_files += 1
 
@@ -139,12 +126,12 @@ class FakeCuFile:
         self._kvikio.open_files -= 1
 
     def pwrite(self, memory: Any, size: int, file_offset: int, task_size: int) -> IOFuture:
-        return self._submit("write", os.pwritev, memory, size, file_offset)
+        return self._submit("write", memory, size, file_offset)
 
     def pread(self, memory: Any, size: int, file_offset: int, task_size: int) -> IOFuture:
-        return self._submit("read", os.preadv, memory, size, file_offset)
+        return self._submit("read", memory, size, file_offset)
 
-    def _submit(self, verb: str, call: Any, memory: Any, size: int, offset: int) -> IOFuture:
+    def _submit(self, verb: str, memory: Any, size: int, offset: int) -> IOFuture:
         kvikio = self._kvikio
         address = self._address(memory)
         with kvikio.lock:
@@ -158,7 +145,8 @@ class FakeCuFile:
                 time.sleep(0.001)
                 action = kvikio.script(verb, number)
                 nbytes = size // 2 // 4096 * 4096 if action == "short" else size
-                moved: int = call(self._fds[0], [memory_at(address, nbytes)], offset)
+                call = os.pwritev if verb == "write" else os.preadv
+                moved: int = call(self._fds[0], [(ctypes.c_char * nbytes).from_address(address)], offset)
                 if verb == "read" and moved < nbytes:
                     raise RuntimeError("POSIX error on pread: EOF")
             except OSError as error:

@@ -37,18 +37,24 @@ class Disk:
 
     def break_beyond(self, nbytes: int) -> None:
         """Every request beyond the first ``nbytes`` of the device now fails with EIO, until :meth:`repair`."""
-        self._limit(nbytes)
+        info = bytearray(_LOOP_INFO_BYTES)
+        fd = os.open(self.device, os.O_RDWR)
+        try:
+            fcntl.ioctl(fd, _LOOP_GET_STATUS64, info)
+            struct.pack_into("Q", info, _SIZE_LIMIT_AT, nbytes)
+            fcntl.ioctl(fd, _LOOP_SET_STATUS64, info)
+        finally:
+            os.close(fd)
 
     def repair(self) -> None:
         """The whole device works again; what was written to it before it broke is there."""
-        self._limit(0)
+        self.break_beyond(0)  # no limit
 
     def freeze(self) -> None:
         """Writes now wait, until :meth:`thaw`."""
         run("fsfreeze", "-f", str(self.path))
 
     def thaw(self) -> None:
-        """Writes go on."""
         run("fsfreeze", "-u", str(self.path))
 
     def unmount_lazily(self) -> None:
@@ -64,16 +70,6 @@ class Disk:
     def is_attached(self) -> bool:
         """Return whether the device still serves an image, which it does until its file system is gone."""
         return subprocess.run(["losetup", self.device], capture_output=True).returncode == 0
-
-    def _limit(self, nbytes: int) -> None:
-        info = bytearray(_LOOP_INFO_BYTES)
-        fd = os.open(self.device, os.O_RDWR)
-        try:
-            fcntl.ioctl(fd, _LOOP_GET_STATUS64, info)
-            struct.pack_into("Q", info, _SIZE_LIMIT_AT, nbytes)
-            fcntl.ioctl(fd, _LOOP_SET_STATUS64, info)
-        finally:
-            os.close(fd)
 
 
 def run(*argv: str) -> str:

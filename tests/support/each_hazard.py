@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.storage.nvme import NvmeStore
 from support import hazards
-
-Scenario = Callable[[hazards.Saving], list[Tensor]]
+from support.hazards import Scenario as Scenario
 
 scenarios = pytest.mark.parametrize(
     "scenario",

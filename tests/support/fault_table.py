@@ -37,18 +37,15 @@ class Row:
     results: dict[str, str] = field(default_factory=dict)
 
     def line(self) -> str:
-        cells = (self.fault, self.by, self.outcome, self.seen, self._result())
+        results = list(self.results.values())
+        counts = {word: results.count(word) for word in ("passed", "failed", "skipped")}
+        told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        told = "**not run on this machine**" if set(results) == {"skipped"} else told
+        cells = (self.fault, self.by, self.outcome, self.seen, told)
         return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |\n"
-
-    def _result(self) -> str:
-        counts = {word: list(self.results.values()).count(word) for word in ("passed", "failed", "skipped")}
-        text = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-        return "**not run on this machine**" if set(self.results.values()) == {"skipped"} else text
 
 
 class FaultTable:
-    """The rows of one test session."""
-
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self._seen: dict[str, str] = {}

@@ -1,6 +1,7 @@
 """Every known way to get a gradient wrong, each as a small training step that runs with and without the cache.
 
-A scenario is a function of ``saving`` (a context manager factory for the forward) that returns the tensors to compare.
+A scenario is a function of ``saving`` (a context manager factory for the forward) that returns the tensors to compare,
+or a forward of leaves that yields its loss (:func:`trained`). A mutation yields, then changes what was saved.
 Used by ``test_hazards.py`` and, because ``assert`` does nothing there, run as a program under ``python -O``.
 """
 
@@ -11,8 +12,9 @@ import itertools
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from inspect import isgeneratorfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,15 @@ from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapFile
 from ds_tba.storage.staging import StagingRing
-from support.awkward import Read, function
+from support.awkward import Read, function, lstm_cell
 from support.leftovers import after_a_while, held
 
 Saving = Callable[[], AbstractContextManager[Any]]
-Scenario = Callable[[Saving], list[Tensor]]
+# Takes ``saving`` and returns what is to be compared; or takes leaves, and yields: see ``trained``.
+Scenario = Callable[..., Iterable[Tensor]]
 MIN_BYTES = 4096  # so that small tensors are offloaded too
 SIDE = 64
+SQUARE = (SIDE, SIDE)
 COPIES_END_S = 10.0
 
 
@@ -59,53 +63,60 @@ def grads_after(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
     return grads(*leaves)
 
 
-SQUARE = (SIDE, SIDE)
+SHAPES: dict[Scenario, tuple[tuple[int, ...], ...]] = {}
 
 
-def of_a_loss(*shapes: tuple[int, ...]) -> Callable[[Callable[..., Iterator[Tensor]]], Scenario]:
-    """Return a decorator: a scenario from a forward that yields its loss, given leaves of these shapes.
+def of(*shapes: tuple[int, ...]) -> Callable[[Scenario], Scenario]:
+    """Return a decorator for a forward that takes leaves of these shapes; without it they are squares."""
 
-    Backward runs twice: while what the forward has made is alive, and once it is gone.
+    def noted(forward: Scenario) -> Scenario:
+        SHAPES[forward] = shapes
+        return forward
+
+    return noted
+
+
+def leaves_of(forward: Scenario) -> list[Tensor]:
+    return [leaf(*shape) for shape in SHAPES.get(forward) or [SQUARE] * len(signature(forward).parameters)]
+
+
+def trained(forward: Scenario, saving: Saving) -> list[Tensor]:
+    """Go forward, and back twice: while what the forward has made is alive, and once it is gone.
+
+    A forward yields its loss. Compared are also the gradients of leaves that it yields before the loss, and what it
+    yields after backward.
     """
-
-    def made_of(forward: Callable[..., Iterator[Tensor]]) -> Scenario:
-        def scenario(saving: Saving) -> list[Tensor]:
-            found = []
-            for is_alive in (True, False):
-                leaves = [leaf(*shape) for shape in shapes or (SQUARE,)]
-                running = forward(*leaves)
-                with saving():
-                    loss = next(running)
-                if not is_alive:
-                    del running
-                loss.backward()
-                found += grads(*leaves)
-            return found
-
-        scenario.__name__, scenario.__doc__ = forward.__name__, forward.__doc__
-        return scenario
-
-    return made_of
+    found = []
+    for is_alive in (True, False):
+        leaves = leaves_of(forward)
+        running = iter(forward(*leaves))
+        with saving():
+            while (loss := next(running)).is_leaf:
+                leaves.append(loss)
+        if not is_alive:
+            running = iter(())
+        loss.backward()
+        found += [*running, *grads(*leaves)]
+    return found
 
 
 # ---- views and identity ---------------------------------------------------------------------------------------------
 
 
-@of_a_loss((4, SIDE, SIDE))
+@of((4, SIDE, SIDE))
 def views_of_one_storage_with_equal_shape_and_stride(x: Tensor) -> Iterator[Tensor]:
     y = x * 2
     yield (y[0] * y[1]).sum() + (y[2] * y[3]).exp().sum()
 
 
-@of_a_loss()
 def a_tensor_and_its_transpose(x: Tensor) -> Iterator[Tensor]:
     y = x.sin()
     loss = (y @ y.t()).pow(2).sum() + y.t().contiguous().mul(y).sum()
     yield loss + (y[:32, :48] ** 3).sum() + (y[32:, 16:] ** 3).sum()
 
 
-def strides_are_kept(saving: Saving) -> list[Tensor]:
-    x = leaf(8, SIDE, SIDE)
+@of((8, SIDE, SIDE))
+def strides_are_kept(x: Tensor) -> Iterator[Tensor]:
     seen: list[Tensor] = []
 
     def gradient(grad: Tensor, read: Read) -> Tensor:
@@ -114,21 +125,17 @@ def strides_are_kept(saving: Saving) -> list[Tensor]:
         return grad * a
 
     strided = function(lambda a: (a.clone(), [a]), gradient)
-    with saving():
-        y = x * 3
-        loss = sum(
-            strided(view).sum() for view in (y.permute(2, 0, 1), y[2:, ::2, 1:], y.as_strided((8, 9), (3, 1), 5))
-        )
-    return grads_after(loss, x) + sorted(seen, key=lambda row: row.tolist())
+    y = x * 3
+    yield sum(strided(view).sum() for view in (y.permute(2, 0, 1), y[2:, ::2, 1:], y.as_strided((8, 9), (3, 1), 5)))
+    yield from sorted(seen, key=lambda row: row.tolist())
 
 
-@of_a_loss(SQUARE, (1, SIDE))
+@of(SQUARE, (1, SIDE))
 def stride_0_broadcasts(x: Tensor, row: Tensor) -> Iterator[Tensor]:
     wide = (row * 2).expand(SIDE, SIDE)
     yield (wide * x).sum() + (x.mean().expand(SIDE, SIDE) * x).sum()
 
 
-@of_a_loss()
 def reused_addresses(x: Tensor) -> Iterator[Tensor]:
     """The allocator hands out the same address for one temporary after the other."""
     loss = torch.zeros(())
@@ -137,42 +144,31 @@ def reused_addresses(x: Tensor) -> Iterator[Tensor]:
     yield loss
 
 
-def dtypes_and_odd_sizes(saving: Saving) -> list[Tensor]:
-    out = []
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64):
-        x = torch.randn(4097, dtype=dtype, requires_grad=True)
-        with saving():
-            loss = (x * x * x).abs().sum()
-        out += grads_after(loss, x)
-    return out
+def dtypes_and_odd_sizes() -> Iterator[Tensor]:
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+    yield from (leaves := [torch.randn(4097, dtype=dtype, requires_grad=True) for dtype in dtypes])
+    yield sum((x * x * x).abs().sum() for x in leaves)
 
 
-@of_a_loss((SIDE * SIDE,))
+@of((SIDE * SIDE,))
 def bool_and_integer_tensors(x: Tensor) -> Iterator[Tensor]:
     index = torch.randperm(SIDE * SIDE)
     yield (torch.where(x > 0, x, x * 2)[index] * x.gather(0, index)).sum() + x.masked_fill(x < 0, 0).pow(2).sum()
 
 
-def complex_conjugates(saving: Saving) -> list[Tensor]:
-    x = torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True)
-    with saving():
-        loss = (x.conj() @ x.mT.conj() * x).abs().sum()
-    return grads_after(loss, x)
+def complex_conjugates() -> Iterator[Tensor]:
+    yield (x := torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True))
+    yield (x.conj() @ x.mT.conj() * x).abs().sum()
 
 
-def empty_tensors(saving: Saving) -> list[Tensor]:
-    x = leaf(0, SIDE)
-    y = leaf()
-    with saving():
-        loss = (x * x).sum() + (y * y).sum() + (x @ y).sum()
-    return grads_after(loss, x, y)
+@of((0, SIDE), SQUARE)
+def empty_tensors(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    yield (x * x).sum() + (y * y).sum() + (x @ y).sum()
 
 
-def a_slice_of_a_large_data_set(saving: Saving) -> list[Tensor]:
-    data, weight = torch.randn(4000, SIDE), leaf()
-    with saving():
-        loss = (data[100:120] @ weight).pow(2).sum() + data[500:580].matmul(weight).sin().sum()
-    return grads_after(loss, weight)
+def a_slice_of_a_large_data_set(weight: Tensor) -> Iterator[Tensor]:
+    data = torch.randn(4000, SIDE)
+    yield (data[100:120] @ weight).pow(2).sum() + data[500:580].matmul(weight).sin().sum()
 
 
 def a_batch_buffer_that_is_resized(saving: Saving) -> list[Tensor]:
@@ -189,15 +185,14 @@ def a_batch_buffer_that_is_resized(saving: Saving) -> list[Tensor]:
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 
-def parameters_their_transposes_and_buffers(saving: Saving) -> list[Tensor]:
+@of((2 * SIDE, SIDE))
+def parameters_their_transposes_and_buffers(x: Tensor) -> Iterator[Tensor]:
     model = nn.Sequential(nn.Linear(SIDE, 2 * SIDE), nn.BatchNorm1d(2 * SIDE), nn.ReLU(), nn.Linear(2 * SIDE, SIDE))
     tied = nn.Parameter(model[0].weight.detach().clone())
     flat = nn.Parameter(torch.randn(2 * SIDE * SIDE))  # as under FSDP: weights are views of it
-    x = leaf(128, SIDE)
-    with saving():
-        one, two = flat.view(2, SIDE, SIDE).unbind()
-        loss = (model(x) @ tied.t()).pow(2).mean() + (x @ tied.t()).mean() + ((x @ one).tanh() @ two).mean()
-    return grads_after(loss, x, tied, flat, *model.parameters())
+    yield from (tied, flat, *model.parameters())
+    one, two = flat.view(2, SIDE, SIDE).unbind()
+    yield (model(x) @ tied.t()).pow(2).mean() + (x @ tied.t()).mean() + ((x @ one).tanh() @ two).mean()
 
 
 def regathered_parameters(saving: Saving) -> list[Tensor]:
@@ -219,7 +214,6 @@ def regathered_parameters(saving: Saving) -> list[Tensor]:
 # ---- in place -------------------------------------------------------------------------------------------------------
 
 
-@of_a_loss()
 def a_function_that_mutates_after_saving(x: Tensor) -> Iterator[Tensor]:
     doubles = function(lambda a: (a.mul_(2), [a]), lambda grad, read: grad * read()[0])
     yield doubles(x * 1.5).pow(2).sum()
@@ -239,25 +233,17 @@ def one_storage_at_two_versions(saving: Saving) -> list[Tensor]:
     return out
 
 
-@of_a_loss()
 def in_place_before_the_save(x: Tensor) -> Iterator[Tensor]:
     y = x * 2
     y.add_(1).relu_()
     yield (y * y).sum()
 
 
-@of_a_loss((SIDE, 4 * SIDE))
+@of((SIDE, 4 * SIDE))
 def siblings_that_share_bytes_but_not_a_version_counter(x: Tensor) -> Iterator[Tensor]:
-    """What PyTorch's own LSTM and GRU cells do: chunks changed in place, each with a version counter of its own."""
-    i, f, g, o = (x * 1.5).unsafe_chunk(4, 1)
-    i.sigmoid_()
-    f.sigmoid_()
-    g.tanh_()
-    o.sigmoid_()
-    yield (o * (f * x[:, :SIDE] + i * g).tanh()).sum()
+    yield lstm_cell(x * 1.5, x[:, :SIDE]).sum()
 
 
-@of_a_loss()
 def data_changed_between_two_saves(x: Tensor) -> Iterator[Tensor]:
     """`.data` goes around the version counter; what is saved after the change must be what is there then."""
     y = x * 2
@@ -266,7 +252,6 @@ def data_changed_between_two_saves(x: Tensor) -> Iterator[Tensor]:
     yield (y * x.detach()).sum() + (twin * x).sum()
 
 
-@of_a_loss()
 def a_gradient_that_is_a_view_of_what_was_unpacked(x: Tensor) -> Iterator[Tensor]:
     """The next node in backward still reads it; more than staging holds, so that memory given back is filled again."""
     returns_a_view = function(
@@ -327,12 +312,10 @@ def partial_backward(saving: Saving) -> list[Tensor]:
 def an_exception_between_forward_and_backward(saving: Saving) -> list[Tensor]:
     x = leaf()
     for _ in range(3):
-        try:
-            with saving():
-                y = (x.exp() * x.sin()).matmul(x)
-                raise KeyError("in forward")
-        except KeyError:
-            del y
+        with suppress(KeyError), saving():
+            y = (x.exp() * x.sin()).matmul(x)
+            raise KeyError("in forward")
+        del y
     with saving():
         loss = (x.exp() * x.sin()).sum()
     return grads_after(loss, x)
@@ -345,10 +328,9 @@ def an_exception_in_backward(saving: Saving) -> list[Tensor]:
     x = leaf()
     with saving():
         loss = (function(lambda a: (a.clone(), []), fail)(x.exp() * x.sin()) * x.cos()).sum()
-    try:
+    with suppress(KeyError):
         loss.backward()
-    except KeyError:
-        del loss
+    del loss
     x.grad = None
     with saving():
         loss = (x.exp() * x.sin()).sum()
@@ -420,21 +402,21 @@ def full_backward_hooks_and_a_graph_of_gradients(saving: Saving) -> list[Tensor]
     return found + seen
 
 
-def attributes_of_an_activation_that_a_function_saves(saving: Saving) -> list[Tensor]:
+@of(SQUARE, (4, 4))
+def attributes_of_an_activation_that_a_function_saves(x: Tensor, narrow: Tensor) -> Iterator[Tensor]:
+    """One that leaves, one too small for that."""
+
     def gradients(grad: Tensor, read: Read) -> Tensor:
-        (x,) = read()
-        return grad * x.scale
+        return grad * read()[0].scale
 
     scaled = function(lambda x: (x * x.scale, (x,)), gradients)
-    x, narrow = leaf(), leaf(4, 4)
-    with saving():
-        loss = torch.zeros(())
-        for scale, one in ((2.0, x), (3.0, narrow)):  # one that leaves, one too small for that
-            hidden = one.exp()
-            hidden.scale = scale
-            loss = loss + scaled(hidden).sum()
+    loss = torch.zeros(())
+    for scale, one in ((2.0, x), (3.0, narrow)):
+        hidden = one.exp()
+        hidden.scale = scale
+        loss = loss + scaled(hidden).sum()
     del hidden
-    return grads_after(loss, x, narrow)
+    yield loss
 
 
 def twice_through_an_instance_norm_and_a_relu_in_place(saving: Saving) -> list[Tensor]:
@@ -461,19 +443,19 @@ def parts_of_one_model_that_another_scores_together(saving: Saving) -> list[Tens
     return [slope, *grads(*one.parameters())]
 
 
-def strides_of_gradients_through_einsum(saving: Saving) -> list[Tensor]:
-    x, weights, seen = leaf(4, 16, 128), torch.randn(4, 16, 128), list[Tensor]()
-    with saving():
-        values = x * 2
-        values.register_hook(lambda grad: seen.append(torch.tensor(grad.stride())))
-        loss = torch.einsum("bhc,bhc->bc", weights, values) + torch.einsum("bhc,bhc->bc", values.sin(), values)
-    return grads_after(loss.sum(), x) + seen
+@of((4, 16, 128))
+def strides_of_gradients_through_einsum(x: Tensor) -> Iterator[Tensor]:
+    weights, seen = torch.randn(4, 16, 128), list[Tensor]()
+    values = x * 2
+    values.register_hook(lambda grad: seen.append(torch.tensor(grad.stride())))
+    loss = torch.einsum("bhc,bhc->bc", weights, values) + torch.einsum("bhc,bhc->bc", values.sin(), values)
+    yield loss.sum()
+    yield from seen
 
 
 # ---- other hooks, checkpoints, random numbers -----------------------------------------------------------------------
 
 
-@of_a_loss()
 def hooks_opened_inside_ours(x: Tensor) -> Iterator[Tensor]:
     y = x.exp()
     with saved_tensors_hooks(lambda t: (t.clone(),), lambda held: held[0]):
@@ -508,18 +490,17 @@ def hooks_of_the_users_within_a_checkpoint(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x, weight)
 
 
-def dropout_under_recompute(saving: Saving) -> list[Tensor]:
-    out = []
-    for reentrant in (False, True):
-        block = nn.Sequential(nn.Linear(SIDE, 4 * SIDE), nn.GELU(), nn.Dropout(0.3), nn.Linear(4 * SIDE, SIDE))
-        x = leaf(128, SIDE)
-        with saving():
-            y = x * 1.5
-            for _ in range(3):
-                y = y + checkpoint(block, y, use_reentrant=reentrant)
-            loss = y.pow(2).sum()
-        out += grads_after(loss, x, *block.parameters())
-    return out
+@of((2 * SIDE, SIDE), (2 * SIDE, SIDE))
+def dropout_under_recompute(*leaves: Tensor) -> Iterator[Tensor]:
+    loss = torch.zeros(())
+    block = nn.Sequential(nn.Linear(SIDE, 4 * SIDE), nn.GELU(), nn.Dropout(0.3), nn.Linear(4 * SIDE, SIDE))
+    yield from block.parameters()
+    for x, reentrant in zip(leaves, (False, True), strict=True):
+        y = x * 1.5
+        for _ in range(3):
+            y = y + checkpoint(block, y, use_reentrant=reentrant)
+        loss = loss + y.pow(2).sum()
+    yield loss
 
 
 def autocast(saving: Saving) -> list[Tensor]:
@@ -531,33 +512,27 @@ def autocast(saving: Saving) -> list[Tensor]:
     return grads(x, *model.parameters())
 
 
-def attention(saving: Saving) -> list[Tensor]:
+@of((4, 128, SIDE))
+def attention(x: Tensor) -> Iterator[Tensor]:
     layer = nn.TransformerEncoderLayer(SIDE, 4, 4 * SIDE, batch_first=True, dropout=0.1)
-    x = leaf(4, 128, SIDE)
-    with saving():
-        loss = layer(layer(x)).pow(2).sum()
-    return grads_after(loss, x, *layer.parameters())
+    yield from layer.parameters()
+    yield layer(layer(x)).pow(2).sum()
 
 
-@of_a_loss()
 def vmap(x: Tensor) -> Iterator[Tensor]:
     rows = torch.func.vmap(lambda row: (row.exp() * row).sum())(x * 2)
     yield rows.sin().sum()
 
 
-def sparse_tensors(saving: Saving) -> list[Tensor]:
-    x = leaf()
+def sparse_tensors(x: Tensor) -> Iterator[Tensor]:
     table = nn.Embedding(500, SIDE, sparse=True)
-    with saving():
-        loss = (torch.sparse.mm(torch.eye(SIDE).to_sparse(), x) * table(torch.arange(SIDE))).sum()
-    loss.backward()
-    return [*grads(x), table.weight.grad.to_dense()]  # type: ignore[union-attr]
+    yield (torch.sparse.mm(torch.eye(SIDE).to_sparse(), x) * table(torch.arange(SIDE))).sum()
+    yield table.weight.grad.to_dense()  # type: ignore[union-attr]
 
 
 # ---- what has no memory of its own, and what is the user's own ------------------------------------------------------
 
 
-@of_a_loss()
 def zero_tensors_of_forward_mode(x: Tensor) -> Iterator[Tensor]:
     """Their storage claims bytes, and there is no memory behind it."""
     adds_saved = function(lambda a, b: (a * 2, [b]), lambda grad, read: grad * 2 + torch.zeros_like(grad).add(*read()))
@@ -565,23 +540,21 @@ def zero_tensors_of_forward_mode(x: Tensor) -> Iterator[Tensor]:
     yield adds_saved(x.sin(), zero).sum() + (x.cos() * zero).sum()
 
 
-def forward_mode_inside_reverse_mode(saving: Saving) -> list[Tensor]:
-    x, tangent = leaf(), leaf()
-    with saving(), forward_ad.dual_level():
+def forward_mode_inside_reverse_mode(x: Tensor, tangent: Tensor) -> Iterator[Tensor]:
+    with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, tangent)
         along = forward_ad.unpack_dual((dual.sin() * dual).exp()).tangent
         loss = along.square().sum()
-    return grads_after(loss, x, tangent)
+    yield loss
 
 
-def strided_nested_tensors(saving: Saving) -> list[Tensor]:
-    short, long, weight = leaf(30, SIDE), leaf(50, SIDE), leaf()
-    with saving(), warnings.catch_warnings():
+@of((30, SIDE), (50, SIDE), SQUARE)
+def strided_nested_tensors(short: Tensor, long: Tensor, weight: Tensor) -> Iterator[Tensor]:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are a prototype
         both = torch.nested.as_nested_tensor([short, long], layout=torch.strided)
         inside = nn.functional.linear(both, weight).relu()
-        loss = torch.nested.to_padded_tensor(inside * inside, 0.0).sum()
-    return grads_after(loss, short, long, weight)
+    yield torch.nested.to_padded_tensor(inside * inside, 0.0).sum()
 
 
 def a_buffer_refilled_while_an_older_graph_is_held(saving: Saving) -> list[Tensor]:
@@ -652,44 +625,38 @@ def two_forwards_before_one_backward(saving: Saving) -> list[Tensor]:
 # ---- bytes that no version tells of ---------------------------------------------------------------------------------
 
 
-@of_a_loss()
 def the_noise_of_rrelu(x: Tensor) -> Iterator[Tensor]:
     """Autograd packs the noise before the kernel fills it."""
     yield sum(nn.functional.rrelu(x * scale, training=True).sum() for scale in (1, -2, 3))
 
 
-def overwritten_by_a_function_after_a_save(saving: Saving) -> list[Tensor]:
+def overwritten_by_a_function_after_a_save(x: Tensor) -> Iterator[Tensor]:
     """Through ``.data``, as a raw kernel does. The first save is a metric's, whose backward never runs."""
-    x = leaf()
 
     def overwrite(a: Tensor, first: int) -> tuple[Tensor, list[Tensor]]:
         a.data[first:].mul_(3)
         return a.sum(), [a]
 
     overwrites = function(overwrite, lambda grad, read: grad * read()[0])
-    with saving():
-        loss = torch.zeros(())
-        for first in (0, SIDE - 1):
-            y = x * 2
-            metric = y.exp().sum() + torch.logsumexp(y, 0).sum()
-            loss = loss + overwrites(y, first) + (y * y).sum()
-    del metric
-    return grads_after(loss, x)
-
-
-def overwritten_without_a_function_after_a_save(saving: Saving) -> list[Tensor]:
-    x, row = leaf(), torch.randn(SIDE, SIDE)
-    with saving():
+    loss = torch.zeros(())
+    for first in (0, SIDE - 1):
         y = x * 2
-        metric = y.exp().sum() + (x * row).sum()
-        y.data.mul_(3)
-        row.data[3, 5] = 100  # a single element of a buffer
-        loss = (y * y).sum() + (x * row).sum()
+        metric = y.exp().sum() + torch.logsumexp(y, 0).sum()
+        loss = loss + overwrites(y, first) + (y * y).sum()
     del metric
-    return grads_after(loss, x)
+    yield loss
 
 
-@of_a_loss()
+def overwritten_without_a_function_after_a_save(x: Tensor) -> Iterator[Tensor]:
+    y, row = x * 2, torch.randn(SIDE, SIDE)
+    metric = y.exp().sum() + (x * row).sum()
+    y.data.mul_(3)
+    row.data[3, 5] = 100  # a single element of a buffer
+    loss = (y * y).sum() + (x * row).sum()
+    del metric
+    yield loss
+
+
 def slices_that_are_filled_before_their_first_use(x: Tensor) -> Iterator[Tensor]:
     """As ``dist.broadcast`` into the slots of a contrastive loss, or the buffers of ring attention: no version."""
     buffer = torch.zeros(4, SIDE, SIDE)
@@ -712,7 +679,6 @@ def a_part_of_a_buffer_that_gradients_flow_into(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x)
 
 
-@of_a_loss()
 def filled_after_the_function_that_saves_it(x: Tensor) -> Iterator[Tensor]:
     """As an asynchronous collective that a Function begins, and its caller waits for."""
 
@@ -725,7 +691,6 @@ def filled_after_the_function_that_saves_it(x: Tensor) -> Iterator[Tensor]:
     yield (received * received).sum()
 
 
-@of_a_loss()
 def a_function_that_saves_sparse_and_jagged_tensors(x: Tensor) -> Iterator[Tensor]:
     def gradient(grad: Tensor, read: Read) -> Tensor:
         a, coo, jagged = read()
@@ -748,22 +713,19 @@ def _saves_twice(*, writes: bool) -> Callable[..., Tensor]:
     return function(lambda a, b: (a * b, [b, b.t()]), gradient)
 
 
-@of_a_loss()
 def two_views_that_one_function_saves(x: Tensor) -> Iterator[Tensor]:
     y, writes = leaf(), _saves_twice(writes=True)
     yield writes(x, (y * 2).detach()).sum() + writes(x, torch.randn(SIDE, SIDE)).sum()
 
 
-def data_that_is_exchanged_after_the_save(saving: Saving) -> list[Tensor]:
-    out = []
-    for size in (SIDE, 8):
-        x, b = leaf(), torch.randn(SIDE, SIDE)
-        with saving():
-            loss = _saves_twice(writes=False)(x, b).sum()
-            b.data = torch.zeros(size, size)
-            loss = loss + x.sin().sum()
-        out += grads_after(loss, x)
-    return out
+def data_that_is_exchanged_after_the_save(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    loss = torch.zeros(())
+    for one, size in ((x, SIDE), (y, 8)):
+        b = torch.randn(SIDE, SIDE)
+        loss = loss + _saves_twice(writes=False)(one, b).sum()
+        b.data = torch.zeros(size, size)
+        loss = loss + one.sin().sum()
+    yield loss
 
 
 def a_storage_that_is_freed_and_filled_again_before_backward(saving: Saving) -> list[Tensor]:
@@ -801,19 +763,19 @@ def a_saved_tensor_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
     return out
 
 
-def a_conjugate_that_a_function_saves(saving: Saving) -> list[Tensor]:
+def a_conjugate_that_a_function_saves() -> Iterator[Tensor]:
     """It is an operand of what is rematerialized, and its mark is not in its bytes."""
     x, w = (torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True) for _ in range(2))
+    yield from (x, w)
     absolute = function(lambda a: (a.abs(), [a]), lambda grad, read: grad * read()[0].resolve_conj())
-    with saving():
-        conjugate = (x * 2).conj()
-        product = w * conjugate
-        loss = (product * product).abs().sum() + absolute(conjugate).sum()
-        del product
-    return grads_after(loss, x, w)
+    conjugate = (x * 2).conj()
+    product = w * conjugate
+    loss = (product * product).abs().sum() + absolute(conjugate).sum()
+    del product
+    yield loss
 
 
-def a_mapped_function_whose_output_is_filled_afterwards(saving: Saving) -> list[Tensor]:
+def a_mapped_function_whose_output_is_filled_afterwards(x: Tensor) -> Iterator[Tensor]:
     class SavesItsOutput(torch.autograd.Function):
         generate_vmap_rule = True
 
@@ -829,17 +791,13 @@ def a_mapped_function_whose_output_is_filled_afterwards(saving: Saving) -> list[
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad * ctx.saved_tensors[0]
 
-    x = leaf()
-    with saving():
-        made = torch.vmap(SavesItsOutput.apply)(x * 2)
-        made.data.copy_(x.detach() * 3)
-        loss = (made * made).sum()
-    return grads_after(loss, x)
+    made = torch.vmap(SavesItsOutput.apply)(x * 2)
+    made.data.copy_(x.detach() * 3)
+    yield (made * made).sum()
 
 
-def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
+def operands_that_backward_overwrites(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     """What others save can be rematerialized from what the Function has saved, large or small."""
-    x, y = leaf(), leaf()
 
     def gradients(grad: Tensor, read: Read) -> tuple[Tensor, Tensor]:
         """Write the gradients into what was saved, as Liger's SwiGLU does."""
@@ -852,16 +810,14 @@ def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
         return a, b
 
     overwrites = function(lambda a, b: (nn.functional.silu(a) * b, [a, b]), gradients)
-    with saving():
-        a, b, scale = x * 2, y.cos(), y.mean(1, keepdim=True) * 2
-        saves_them = a.sin().sum() + b.sin().sum() + scale.sin().sum()  # backward does not come there
-        total, scaled = a + b, x.detach() * scale
-        loss = (total * total * total).sum() + (scaled * scaled * scaled).sum()
-        loss = loss + overwrites(a, b).pow(2).sum() + overwrites(scale, scale.exp()).sum()
-        del a, b, scale, total, scaled
-    loss.backward()  # comes to the Functions first
+    a, b, scale = x * 2, y.cos(), y.mean(1, keepdim=True) * 2
+    saves_them = a.sin().sum() + b.sin().sum() + scale.sin().sum()  # backward does not come there
+    total, scaled = a + b, x.detach() * scale
+    loss = (total * total * total).sum() + (scaled * scaled * scaled).sum()
+    loss = loss + overwrites(a, b).pow(2).sum() + overwrites(scale, scale.exp()).sum()
+    del a, b, scale, total, scaled
+    yield loss  # its backward comes to the Functions first
     del saves_them
-    return grads(x, y)
 
 
 def a_saved_tensor_that_becomes_a_gradient_after_another_read(saving: Saving) -> list[Tensor]:
@@ -947,7 +903,6 @@ def a_state_that_was_an_operand(saving: Saving) -> list[Tensor]:
     return [*grads(x), *out]
 
 
-@of_a_loss()
 def a_view_of_what_a_function_then_changes(x: Tensor) -> Iterator[Tensor]:
     """Autograd does not tell the node of that view."""
 
@@ -967,7 +922,6 @@ class KnowsFewFunctions(Tensor):
         raise TypeError(f"{func} of a tensor that knows no functions")
 
 
-@of_a_loss()
 def a_subclass_that_knows_few_functions(x: Tensor) -> Iterator[Tensor]:
     other = torch.randn(SIDE, SIDE).as_subclass(KnowsFewFunctions)
     saves = function(lambda a, _: (a * 2, [a, other]), lambda grad, read: grad * read()[0])
@@ -998,7 +952,7 @@ def a_gradient_that_was_read_by_the_old_name(saving: Saving) -> list[Tensor]:
     return [*grads(x), weight]
 
 
-@of_a_loss(SQUARE, (SIDE,))
+@of(SQUARE, (SIDE,))
 def a_sparse_tensor_of_an_operand(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     saves = function(lambda a, sparse: (a * 2, [sparse]), lambda grad, read: grad * read()[0].to_dense())
     values = y * 2
@@ -1016,7 +970,6 @@ class CopiesResults(TorchDispatchMode):
         return tree_map_only(Tensor, Tensor.clone, func(*args, **(kwargs or {})))
 
 
-@of_a_loss(SQUARE, SQUARE)
 def a_mode_around_a_part_of_forward(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     """The mode is on while tensors leave that were saved before."""
     made = x.sin()
@@ -1035,23 +988,21 @@ def a_mode_around_backward(saving: Saving) -> list[Tensor]:
     return grads(x, y)
 
 
-def overwritten_between_a_save_and_a_checkpoint(saving: Saving) -> list[Tensor]:
+def overwritten_between_a_save_and_a_checkpoint(x: Tensor, weight: Tensor) -> Iterator[Tensor]:
     """A checkpoint saves its arguments without a node of its own."""
-    x, weight = leaf(), leaf()
-    with saving():
-        y = x * 2
-        metric = y.sin()
-        y.data.mul_(3)
-        loss = checkpoint(lambda a: (a @ weight).sin(), y, use_reentrant=False).sum()
+    y = x * 2
+    metric = y.sin()
+    y.data.mul_(3)
+    loss = checkpoint(lambda a: (a @ weight).sin(), y, use_reentrant=False).sum()
     del metric
-    return grads_after(loss, x, weight)
+    yield loss
 
 
-SCENARIOS: list[Callable[[Saving], list[Tensor]]] = [
-    function
-    for name, function in list(globals().items())
-    if getattr(function, "__annotations__", {}).get("return") == "list[Tensor]"
-    and list(function.__annotations__) == ["saving", "return"]
+SCENARIOS: list[Scenario] = [
+    one
+    for one in list(globals().values())
+    if isgeneratorfunction(one)
+    or getattr(one, "__annotations__", None) == {"saving": "Saving", "return": "list[Tensor]"}
 ]
 # All that they save has no graph, or no storage of its own.
 MOVE_NOTHING = (
@@ -1061,84 +1012,60 @@ MOVE_NOTHING = (
 )  # fmt: skip
 
 
-# ---- mutation after the save must raise, as autograd's own check does ------------------------------------------------
+# ---- mutation after the save, behind the yield or in backward, must raise, as autograd's own check does -------------
 
 
-def mutated_saved_input(saving: Saving) -> Tensor:
-    x = leaf()
-    with saving():
-        y = x * 2
-        loss = (y * y).sum()
+def mutated_saved_input(x: Tensor) -> Iterator[Tensor]:
+    y = x * 2
+    yield (y * y).sum()
     y.add_(1)
-    return loss
 
 
-def mutated_through_a_view(saving: Saving) -> Tensor:
-    x = leaf()
-    with saving():
-        y = x * 2
-        view, loss = y[0], (y * y).sum()
+def mutated_through_a_view(x: Tensor) -> Iterator[Tensor]:
+    y = x * 2
+    view, loss = y[0], (y * y).sum()
     del y
+    yield loss
     view.add_(1)
-    return loss
 
 
-def mutated_output(saving: Saving) -> Tensor:
-    x = leaf()
-    with saving():
-        y = x.exp()
-        loss = y.sum()
+def mutated_output(x: Tensor) -> Iterator[Tensor]:
+    y = x.exp()
+    yield y.sum()
     with torch.no_grad():
         y.add_(1)
-    return loss
 
 
-def mutated_in_backward(saving: Saving) -> Tensor:
+def mutated_in_backward(x: Tensor) -> Iterator[Tensor]:
     """By a Function that reuses its saved buffer."""
-    x = leaf()
-    with saving():
-        h = x * 1.5
-        doubles = function(lambda a: (a.clone(), [a]), lambda grad, read: grad * read()[0].mul_(2))
-        return h.sin().sum() + doubles(h).sum()
+    h = x * 1.5
+    doubles = function(lambda a: (a.clone(), [a]), lambda grad, read: grad * read()[0].mul_(2))
+    yield h.sin().sum() + doubles(h).sum()
 
 
-def mutated_between_two_reads(saving: Saving) -> Tensor:
+def mutated_between_two_reads(x: Tensor) -> Iterator[Tensor]:
     def gradient(grad: Tensor, read: Read) -> Tensor:
         read()[0].mul_(2)
         return grad * read()[0]
 
-    x = leaf()
-    with saving():
-        return function(lambda a: (a.clone(), [a]), gradient)(x * 1.5).sum()
+    yield function(lambda a: (a.clone(), [a]), gradient)(x * 1.5).sum()
 
 
-def mutated_small(saving: Saving) -> Tensor:
-    x = leaf(4)
-    with saving():
-        y = x * 2
-        loss = (y * y).sum()
+@of((4,))
+def mutated_small(x: Tensor) -> Iterator[Tensor]:
+    y = x * 2
+    yield (y * y).sum()
     y.add_(1)
-    return loss
 
 
-def mutated_parameter(saving: Saving) -> Tensor:
-    layer, x = nn.Linear(SIDE, SIDE), leaf()
-    with saving():
-        loss = layer(layer(x)).sum()
+def mutated_parameter(x: Tensor) -> Iterator[Tensor]:
+    layer = nn.Linear(SIDE, SIDE)
+    yield layer(layer(x)).sum()
     with torch.no_grad():
         layer.weight.add_(1)
-    return loss
 
 
-MUTATIONS = [
-    mutated_saved_input,
-    mutated_through_a_view,
-    mutated_output,
-    mutated_in_backward,
-    mutated_between_two_reads,
-    mutated_small,
-    mutated_parameter,
-]
+MUTATIONS: list[Scenario] = [one for name, one in list(globals().items()) if name.startswith("mutated_")]
 
 
 # ---- running them ---------------------------------------------------------------------------------------------------
@@ -1149,25 +1076,24 @@ def on(device: str | None) -> AbstractContextManager[Any]:
     return nullcontext() if device is None else torch.device(device)
 
 
-def run(scenario: Callable[[Saving], list[Tensor]], saving: Saving, device: str | None = None) -> list[Tensor]:
+def run(scenario: Scenario, saving: Saving, device: str | None = None) -> list[Tensor]:
     with on(device):
         torch.manual_seed(7)
-        return [tensor.detach().clone() for tensor in scenario(saving)]
+        found = trained(scenario, saving) if isgeneratorfunction(scenario) else scenario(saving)
+        return [tensor.detach().clone() for tensor in found]
 
 
-def check(scenario: Callable[[Saving], list[Tensor]], cache: TensorCache, device: str | None = None) -> None:
+def check(scenario: Scenario, cache: TensorCache, device: str | None = None) -> None:
     """Same bits with and without the cache, and nothing left behind."""
     expected = run(scenario, nullcontext, device)
     _compare(expected, run(scenario, cache.saving, device), scenario.__name__)
     check_nothing_is_left(cache, scenario.__name__)
 
 
-def check_made_again(
-    scenario: Callable[[Saving], list[Tensor]], cache: TensorCache, device: str | None = None, times: int = 3
-) -> None:
+def check_made_again(scenario: Scenario, cache: TensorCache, device: str | None = None) -> None:
     """Same bits as often as it runs, over a cache with sites: outputs are compared, compared again, and left out."""
     expected = run(scenario, nullcontext, device)
-    for number in range(times):
+    for number in range(3):
         _compare(expected, run(scenario, cache.saving, device), f"{scenario.__name__}, run {number}")
         cache.end_micro_step()  # reads what is left of the answers
         cache.rematerialization.sites.step += 1
@@ -1184,12 +1110,15 @@ def _compare(expected: list[Tensor], found: list[Tensor], what: str) -> None:
             raise Wrong(f"{what}: tensor {index} differs from the run without the cache")
 
 
-def check_mutation(mutation: Callable[[Saving], Tensor], cache: TensorCache, device: str | None = None) -> None:
+def check_mutation(mutation: Scenario, cache: TensorCache, device: str | None = None) -> None:
     """Raises as autograd does, and leaves nothing behind."""
     for saving, error in ((nullcontext, RuntimeError), (cache.saving, ActivationModifiedError)):
         with on(device):
             torch.manual_seed(7)
-            loss = mutation(saving)
+            running = iter(mutation(*leaves_of(mutation)))
+            with saving():
+                loss = next(running)
+            next(running, None)
         try:
             loss.backward()
         except error as raised:
@@ -1197,7 +1126,7 @@ def check_mutation(mutation: Callable[[Saving], Tensor], cache: TensorCache, dev
                 raise
         else:
             raise Wrong(f"{mutation.__name__}: a mutation after the save went unseen")
-        del loss
+        del running, loss
     check_nothing_is_left(cache, mutation.__name__)
 
 

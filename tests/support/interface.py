@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from pydantic import BaseModel
 
 import ds_tba
 from ds_tba import errors
-from ds_tba.cli import main
+from ds_tba.cli import command_parser
 from ds_tba.config import BLOCK, UPDATE_BLOCK, OffloadConfig
 from ds_tba.engine import attach
 from ds_tba.loop import Offloader
@@ -93,31 +92,26 @@ def _bounds(schema: Schema) -> str:
 
 def meanings(block: str) -> dict[str, str]:
     """The cells that are written by hand, by key."""
-    rows = re.findall(r"^\| `([\w.]+)` \| .*? \| .*? \| (.*) \|$", _table(block)[0], re.MULTILINE)
-    return dict(rows)
+    return dict(re.findall(r"^\| `([\w.]+)` \| .*? \| .*? \| (.*) \|$", _table(block), re.MULTILINE))
 
 
-def _table(block: str) -> re.Match[str]:
+def _table(block: str) -> str:
     found = re.search(rf"(?<=## `\"{block}\"`\n\n)(?s:.*?)^\| key \|.*\n(?:\|.*\n)*", KEYS.read_text(), re.MULTILINE)
     assert found is not None, f"{KEYS} has no table of {block}"
-    return found
+    return found[0]
 
 
 def page_of_keys() -> str:
     """``keys.md``, with names, types and defaults as the models have them."""
     text = KEYS.read_text()
     for block in MODELS:
-        known, part = meanings(block), _table(block)[0]
+        known, part = meanings(block), _table(block)
         rows = [
-            f"| `{key}` | {words(schema)} | {_default(schema)} | {known.get(key, '**not described**')} |\n"
-            for key, schema in keys(block).items()
+            f"| `{key}` | {words(one)} | `{json.dumps(one['default'])}` | {known.get(key, '**not described**')} |\n"
+            for key, one in keys(block).items()
         ]
         text = text.replace(part, part[: part.index("| key |")] + TABLE_HEAD + "".join(rows))
     return text
-
-
-def _default(schema: Schema) -> str:
-    return f"`{json.dumps(schema['default'])}`"
 
 
 def schema_of_config() -> str:
@@ -128,14 +122,9 @@ def schema_of_config() -> str:
         definitions |= one.pop("$defs")
         _describe(one, definitions, known, "")
         properties[block] = one
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A DeepSpeed config with ds_tba's blocks",
-        "type": "object",
-        "properties": properties,
-        "$defs": definitions,
-    }
-    return json.dumps(schema, indent=1) + "\n"
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    head |= {"title": "A DeepSpeed config with ds_tba's blocks", "type": "object"}
+    return json.dumps(head | {"properties": properties, "$defs": definitions}, indent=1) + "\n"
 
 
 def _describe(model: Schema, definitions: Schema, known: dict[str, str], prefix: str) -> None:
@@ -151,23 +140,9 @@ def _describe(model: Schema, definitions: Schema, known: dict[str, str], prefix:
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 
-class _Caught(Exception):
-    """Carries the parser out of :func:`main`."""
-
-
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command."""
-
-    def catch(parser: argparse.ArgumentParser, _arguments: Any = None) -> None:
-        raise _Caught(parser)
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", catch):
-        try:
-            main([])
-        except _Caught as caught:
-            (commands,) = (one for one in caught.args[0]._actions if isinstance(one, argparse._SubParsersAction))
-            return dict(commands.choices)
-    raise AssertionError("main parsed nothing")
+    (commands,) = (one for one in command_parser()._actions if isinstance(one, argparse._SubParsersAction))
+    return dict(commands.choices)
 
 
 def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -287,7 +262,6 @@ def _row(error: type) -> str:
 
 
 def interface() -> dict[str, Any]:
-    """Names, types and defaults."""
     return {
         "keys": {
             f"{block}.{key}": {"type": words(schema).replace("`", ""), "default": schema["default"]}
@@ -311,25 +285,16 @@ def _frozen(action: argparse.Action) -> dict[str, Any]:
     return found
 
 
-def as_json(found: Any) -> str:
-    """A line for each name, so that a change is one line of a diff."""
-    groups = []
-    for group, entries in found.items():
-        many = entries.items() if isinstance(entries, dict) else [(None, one) for one in entries]
-        lines = [(f"{json.dumps(name)}: " if name is not None else "") + json.dumps(value) for name, value in many]
-        opening, closing = ("{", "}") if isinstance(entries, dict) else ("[", "]")
+def frozen_text() -> str:
+    """What ``interface.json`` must be: a line for each name, so that a change is one line of a diff."""
+    found, groups = interface(), []
+    commands = {f"{name} {shown}": value for name, many in found["commands"].items() for shown, value in many.items()}
+    for group, entries in {**found, "commands": commands}.items():
+        is_list = isinstance(entries, list)
+        lines = [json.dumps(one) if is_list else f"{json.dumps(one)}: {json.dumps(entries[one])}" for one in entries]
+        opening, closing = "[]" if is_list else "{}"
         groups.append(f" {json.dumps(group)}: {opening}\n  " + ",\n  ".join(lines) + f"\n {closing}")
     return "{\n" + ",\n".join(groups) + "\n}\n"
-
-
-def _flat(found: dict[str, Any]) -> dict[str, Any]:
-    commands = {f"{name} {shown}": value for name, many in found["commands"].items() for shown, value in many.items()}
-    return {**found, "commands": commands}
-
-
-def frozen_text() -> str:
-    """What ``interface.json`` must be."""
-    return as_json(_flat(interface()))
 
 
 if __name__ == "__main__":

@@ -146,9 +146,8 @@ class LateDevice(Accelerator):
         self.longest_pause_s = longest_pause_s
         self.streams: list[LateStream] = []
         self._local = threading.local()
-        self._default: Any = (
-            self.new_stream() if late_compute else LaggingStream(self) if late_answers else HostStream()
-        )
+        host = LaggingStream(self) if late_answers else HostStream()
+        self._default: Any = self.new_stream() if late_compute else host
         self.allocated_bytes = 0
         self.peak_held_bytes = 0
         self.reserved_bytes: dict[Any, int] = {}  # by stream, what its pool has taken from the device
@@ -185,10 +184,8 @@ class LateDevice(Accelerator):
         memory = bytearray(nbytes)
         bytes_of = torch.frombuffer(memory, dtype=torch.uint8)
         owner = self.current_stream()
-        if isinstance(owner, HostStream):
-            bytes_of.fill_(POISON)  # its kernels do not wait for what runs late
-        else:
-            owner.run(lambda: bytes_of.fill_(POISON))
+        # Kernels of a host's stream do not wait for what runs late.
+        (HostStream() if isinstance(owner, HostStream) else owner).run(lambda: bytes_of.fill_(POISON))
         self.allocated_bytes += nbytes
         block = object()
         self._held[block] = owner, nbytes
@@ -208,11 +205,11 @@ class LateDevice(Accelerator):
             to_bytes.copy_(from_bytes)
             self.copies_under_way.remove(copy)
 
-        stream, is_on_device = self.current_stream(), hasattr(target.untyped_storage(), "_tenant")
-        if isinstance(stream, LaggingStream) and is_on_device:  # a kernel, which the next operator comes after
-            work()
+        is_on_device = hasattr(target.untyped_storage(), "_tenant")
+        if isinstance(self.current_stream(), LaggingStream) and is_on_device:
+            work()  # a kernel, which the next operator comes after
         else:
-            stream.run(work)
+            self.current_stream().run(work)
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         tenant = getattr(tensor.untyped_storage(), "_tenant", None)
@@ -222,23 +219,19 @@ class LateDevice(Accelerator):
     def free(self, tenant: _Tenant) -> None:
         """The last sharer to come so far gives the block back to its pool; without any, the host does at once."""
         block, owner, memory = tenant.block, tenant.owner, tenant.memory
-        left = list(range(len(tenant.sharers)))
+        sharers = tenant.sharers or [HostStream()]
+        left = list(range(len(sharers)))
         self.allocated_bytes -= memory.numel()
-
-        def give_back() -> None:
-            del self._held[block]
-            owner.run(lambda: memory.fill_(POISON))
-            if self.freed is not None:
-                self.freed.append(memory)
 
         def leave() -> None:
             if left.pop() == 0:
-                give_back()
+                del self._held[block]
+                owner.run(lambda: memory.fill_(POISON))
+                if self.freed is not None:
+                    self.freed.append(memory)
 
-        for stream in tenant.sharers:
+        for stream in sharers:
             stream.run(leave)
-        if not tenant.sharers:
-            give_back()
 
     # ---- for tests ----------------------------------------------------------------------------------------------
 
@@ -260,9 +253,7 @@ class LateDevice(Accelerator):
 
     def synchronize(self) -> None:
         for stream in 2 * self.streams:  # what is given back, another stream may fill
-            event = LateEvent(self)
-            event.record(stream)
-            event.synchronize()
+            stream.synchronize()
 
     def is_freed_memory_written(self) -> bool:
         """Whether somebody else than the next tenant has written to memory that was let go."""

@@ -37,7 +37,6 @@ def watching(
     agreement: Agreement | None = None,
     **options: Any,
 ) -> ActivationOffloader:
-    """Make one that watches a model."""
     offloader = make(directory, **options)
     offloader.watch(model, agreement or Alone(), planner)
     return offloader

@@ -19,6 +19,7 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 PRELOADED = (
     "torch", "deepspeed", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3",
@@ -71,7 +72,8 @@ def fork(
     port = free_port()
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     outputs = [directory / f"output{rank}.txt" for rank in range(ranks)]
-    _start_server()
+    with mock.patch.dict(os.environ, environment(HF_HUB_OFFLINE="1")):  # read by what the server imports
+        forkserver.ensure_running()
     processes: list[BaseProcess] = []
     for rank, output in enumerate(outputs):
         output.write_text("")  # of a rank that is ended before it begins
@@ -98,21 +100,6 @@ def script(path: str, *arguments: str) -> None:
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
-
-
-def _start_server() -> None:
-    """Unless it runs. What it imports reads these variables then."""
-    needed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    before = {name: os.environ.get(name) for name in needed}
-    os.environ.update(needed)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _wait(processes: list[BaseProcess], until_s: float) -> None:

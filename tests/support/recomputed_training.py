@@ -16,7 +16,7 @@ from torch import nn
 from ds_tba.offloader import ActivationOffloader
 from support.models import Mlp, Stack
 from support.offloaders import watching
-from support.stepping import end_step, forward, note_backward
+from support.stepping import train
 
 WIDTH, ROWS, DEPTH, STEPS = 16, 32, 3, 20
 Make = Callable[[], nn.Module]
@@ -51,16 +51,9 @@ def begin() -> None:
 
 
 def steps(model: Net, offloader: ActivationOffloader | None, count: int = STEPS) -> Iterator[list[Any]]:
-    """Loss, gradients and random states of each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(count):
-        x = torch.randn(ROWS, WIDTH)
-        loss = forward(model, x, offloader)
-        loss.backward()
-        note_backward(offloader)
-        gradients = [parameter.grad.clone() for parameter in model.parameters()]
-        end_step(optimizer, offloader)
-        yield [loss.detach(), *gradients, torch.get_rng_state(), torch.tensor(random.getstate()[1])]
+        (found,) = train(model, offloader, [torch.randn(ROWS, WIDTH)])
+        yield [*found, torch.get_rng_state(), torch.tensor(random.getstate()[1])]
 
 
 def check(make: Callable[..., ActivationOffloader], block: Make, net: type[Net], **config: Any) -> ActivationOffloader:

@@ -62,15 +62,11 @@ class Stack(nn.Module):
         return self.head(x).square().mean()
 
 
-def running(model: nn.Module) -> RunningModule:
-    found = RunningModule()
-    found.watch(model)
-    return found
-
-
 @contextmanager
 def recorded(cache: TensorCache, ticks: Any, model: nn.Module) -> Iterator[Recorder]:
-    recorder = Recorder(Scene(cache.eligibility_of, ticks, running(model)))
+    running = RunningModule()
+    running.watch(model)
+    recorder = Recorder(Scene(cache.eligibility_of, ticks, running))
     with cache.saving(around=recorder.around):
         yield recorder
 

@@ -7,6 +7,7 @@ know of it. Where it is None, 2.14 warns.
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +16,6 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_map
 
 IS_REAL = hasattr(checkpointing, "_checkpoint_without_reentrant_generator_impl")
-
-
 ORDER = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
@@ -53,14 +52,10 @@ class Chosen(NamedTuple):
         return self.context_fn()
 
 
-class Packed:
-    """An entry of a selective checkpoint that hooks have."""
-
-    def __init__(self, value: Any, hooks: Any) -> None:
-        self.held, self.unpack = hooks[0](value), hooks[1]
-
-    def get_val(self, _allow_mutation: bool) -> Any:
-        return self.unpack(self.held)
+def packed(value: Any, hooks: Any) -> Any:
+    """Return the entry of a selective checkpoint that hooks have."""
+    held = hooks[0](value)
+    return SimpleNamespace(get_val=lambda _allow_mutation: hooks[1](held))
 
 
 def respecting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +76,7 @@ def respecting(monkeypatch: pytest.MonkeyPatch) -> None:
             warnings.warn("Tensors that SAC saves currently bypass these hooks", FutureWarning, stacklevel=2)
         if respects:
             is_tensor = lambda one: isinstance(one.val, torch.Tensor)  # noqa: E731
-            mode.storage[func][index] = tree_map(lambda one: Packed(one.val, hooks) if is_tensor(one) else one, entry)
+            mode.storage[func][index] = tree_map(lambda one: packed(one.val, hooks) if is_tensor(one) else one, entry)
         return out
 
     def impl(fn: Any, args: Any, kwargs: Any, *, context_fn: Any, respect_saved_tensors_hooks: Any, **more: Any) -> Any:

@@ -24,13 +24,17 @@ EXIT_ABORT = "terminate called without an active exception"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
+def import_path() -> str:
+    """``PYTHONPATH`` of a process that can import this repository and its tests."""
+    return os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def python(
     *arguments: object, timeout_s: float = 300, cwd: Path | None = None, within: tuple[str, ...] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python on the CPU, in one thread, with this repository and its tests on the path; within another command."""
     command = [*within, sys.executable, *map(str, arguments)]
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = environment(**{"PYTHONPATH": os.pathsep.join(paths), **variables})
+    own = environment(**{"PYTHONPATH": import_path(), **variables})
     return subprocess.run(command, env=own, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
 
 

@@ -50,13 +50,11 @@ def train(
 
 
 def assert_same_steps(expected: Iterable[Iterable[Tensor]], found: Iterable[Iterable[Tensor]]) -> None:
-    """Check that every tensor of every step is the same."""
     for step, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
 
 
 def note_backward(offloader: ActivationOffloader | None) -> None:
-    """A backward is done."""
     if offloader is not None:
         offloader.note_micro_step()
 

@@ -51,33 +51,26 @@ TRACE = Trace(
 
 
 def with_rates(trace: Trace, write: float = 1.0, read: float = 1.0, copy: float = 1.0) -> Trace:
-    """Every rate times a factor."""
+    factors = {"write": write, "read": read, "copy_out": copy, "copy_in": copy}
     machine = trace.resources
-    changed = {
-        "write_bytes_per_s": machine.write_bytes_per_s * write,
-        "read_bytes_per_s": machine.read_bytes_per_s * read,
-        "copy_out_bytes_per_s": machine.copy_out_bytes_per_s * copy,
-        "copy_in_bytes_per_s": machine.copy_in_bytes_per_s * copy,
-        "compute_s_per_byte": machine.compute_s_per_byte / copy,
-    }
+    rates = {f"{name}_bytes_per_s": factor for name, factor in factors.items()}
+    changed = {name: getattr(machine, name) * factor for name, factor in rates.items()}
+    changed["compute_s_per_byte"] = machine.compute_s_per_byte / copy
     return replace(trace, resources=replace(machine, **changed))
 
 
 @st.composite
-def machines(draw: st.DrawFn, end_s: float) -> Resources:
+def machines(draw: st.DrawFn) -> Resources:
     rate = st.sampled_from([1e6, 3e6, 1e7, 1e8, UNLIMITED])
-    return Resources(
-        *(draw(st.tuples(rate, rate) | st.just((0.0, 0.0)))),
-        draw(st.sampled_from([1e7, 1e8, UNLIMITED])),
-        draw(st.sampled_from([1e7, 1e8, UNLIMITED])),
-        4096 * draw(st.integers(1, 40)),
-        is_synchronous=draw(st.booleans()),
-        compute_s_per_byte=draw(st.sampled_from([0.0, 0.0, 2.0**-24])),
-    )
+    copy = st.sampled_from([1e7, 1e8, UNLIMITED])
+    rates = (*draw(st.tuples(rate, rate) | st.just((0.0, 0.0))), draw(copy), draw(copy))
+    staging_bytes, is_synchronous = 4096 * draw(st.integers(1, 40)), draw(st.booleans())
+    compute_s = draw(st.sampled_from([0.0, 0.0, 2.0**-24]))
+    return Resources(*rates, staging_bytes, is_synchronous=is_synchronous, compute_s_per_byte=compute_s)
 
 
 @st.composite
-def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3, least_storages: int = 0) -> Trace:
+def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3) -> Trace:
     """Shared storages, any order in backward, blocks of no length, inputs that nobody saves, nothing at all.
 
     Times are multiples of powers of two, so that their sums are exact.
@@ -87,55 +80,34 @@ def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3, least_
     forward_end_s = sum(forward for forward, _ in lengths) + draw(tick) * TICK_S
     end_s = forward_end_s + sum(backward for _, backward in lengths) + draw(tick) * TICK_S
     part = st.integers(0, 16).map(lambda number: number / 16)
-    packs = sorted(draw(part) * forward_end_s for _ in range(draw(st.integers(least_storages, most_storages))))
+    packs = sorted(draw(part) * forward_end_s for _ in range(draw(st.integers(0, most_storages))))
     storages = []
     for pack_s in packs:
         left_s = pack_s + draw(part) * (forward_end_s - pack_s) * draw(st.sampled_from([0.0, 0.0, 1.0]))
         use_s = forward_end_s + draw(part) * (end_s - forward_end_s)
         freed_s = use_s + draw(part) * (end_s - use_s)
         members = st.lists(st.integers(OUTSIDE, len(lengths) - 1), max_size=2, unique=True).map(tuple)
-        storages.append(
-            StorageTrace(
-                draw(st.integers(1, 20)) * 4096 - draw(st.sampled_from([0, 0, 4095])),
-                f"layers.{draw(st.integers(0, 2))}.{draw(st.sampled_from(['attention', 'mlp']))}",
-                draw(members),
-                pack_s,
-                left_s,
-                max(left_s, use_s),
-                max(left_s, freed_s),
-                is_movable=draw(st.sampled_from([True, True, True, False])),
-            )
-        )
+        nbytes = draw(st.integers(1, 20)) * 4096 - draw(st.sampled_from([0, 0, 4095]))
+        module = f"layers.{draw(st.integers(0, 2))}.{draw(st.sampled_from(['attention', 'mlp']))}"
+        times = (pack_s, left_s, max(left_s, use_s), max(left_s, freed_s))
+        is_movable = draw(st.sampled_from([True, True, True, False]))
+        storages.append(StorageTrace(nbytes, module, draw(members), *times, is_movable=is_movable))
     blocks, forward_s, backward_s = [], 0.0, end_s
     for number, (forward, backward) in enumerate(lengths):
         inputs = st.lists(st.integers(0, len(storages) - 1), max_size=2, unique=True) if storages else st.just([])
-        blocks.append(
-            BlockTrace(
-                f"layers.{number}",
-                forward_s,
-                forward_s + forward,
-                max(forward_end_s, backward_s - backward),
-                backward_s,
-                tuple(draw(inputs)),
-                is_recomputable=draw(st.sampled_from([True, True, False])),
-            )
-        )
-        forward_s, backward_s = forward_s + forward, max(forward_end_s, backward_s - backward)
-    machine = draw(machines(end_s))
-    return Trace(
-        tuple(storages),
-        tuple(blocks),
-        machine,
-        end_s,
-        draw(tick) * TICK_S,
-        draw(st.integers(1, 2)),
-    )
+        ends_s = (forward_s + forward, max(forward_end_s, backward_s - backward))
+        again = draw(st.sampled_from([True, True, False]))
+        times = (forward_s, *ends_s, backward_s)
+        blocks.append(BlockTrace(f"layers.{number}", *times, tuple(draw(inputs)), is_recomputable=again))
+        forward_s, backward_s = ends_s
+    left_s, count = draw(tick) * TICK_S, draw(st.integers(1, 2))
+    return Trace(tuple(storages), tuple(blocks), draw(machines()), end_s, left_s, count)
 
 
 @st.composite
-def rematerializable(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3, least_storages: int = 0) -> Trace:
+def rematerializable(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3) -> Trace:
     """The same, where some storages can be made again from none to two others, of which some can be made again, too."""
-    trace = draw(traces(most_storages, most_blocks, least_storages))
+    trace = draw(traces(most_storages, most_blocks))
     storages = []
     for index, one in enumerate(trace.storages):
         if draw(st.booleans()):
@@ -161,17 +133,17 @@ def read(text: str) -> Trace:
     """Return the trace that ``Trace.to_json`` has written."""
     data = json.loads(text)
     assert data.pop("format") == FORMAT
-    rows = {"storages": _rows(StorageTrace, data["storages"]), "blocks": _rows(BlockTrace, data["blocks"])}
-    return Trace(**data | rows | {"resources": Resources(**data["resources"]), "forwards": tuple(data["forwards"])})
+    for name, kind in (("storages", StorageTrace), ("blocks", BlockTrace)):
+        data[name] = [kind(**{key: _hashable(value) for key, value in row.items()}) for row in data[name]]
+    data["resources"] = Resources(**data["resources"])
+    return Trace(**{key: _hashable(value) for key, value in data.items()})
 
 
-def _rows(kind: type[Any], rows: list[dict[str, Any]]) -> tuple[Any, ...]:
-    lists = [{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()} for row in rows]
-    return tuple(kind(**row) for row in lists)
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def simulate(trace: Trace, plan: Plan) -> Prediction:
-    """The cost of a step of ``trace`` under ``plan``."""
     assignment = Assignment(np.array(plan.placements, np.int8), np.array(plan.recomputed_blocks, bool))
     return Replay(Timeline(trace), assignment, plan.prefetch_distance).cost
 

@@ -16,20 +16,30 @@ import itertools
 import logging
 import os
 import resource
-import select
 import signal
-import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ds_tba.config import AioConfig
+from ds_tba.errors import DsTbaError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.storage import path as swap_file
+from ds_tba.storage.backends import aio
+from support import hazards, offloaders, runs
+from support.doubles import Warnings, wait_for_writes
+
 HANG_S = 60.0
 _CAPABILITY_VERSION_3, _CAP_IPC_LOCK = 0x20080522, 14  # linux/capability.h
+_SET_PARENT_DEATH_SIGNAL = 1  # linux/prctl.h
 SHIM_SOURCE = Path(__file__).with_name("faults.cpp")
 _CALLS = ("write", "read", "allocate", "op_write", "op_read")
 _ACTIONS = ("none", "fail", "half", "nothing", "drop", "slow")
@@ -62,7 +72,6 @@ class Job:
     """The acts of a victim.
 
     Args:
-        layers: storages of 4 MiB that one forward saves.
         at_start: faults while the offloader is made; ``faults`` follow them.
         grow_step_bytes: in what steps the swap file grows; None for the product's own, which is large.
         free_descriptors_at_start: how many files it may still open then; ``free_descriptors`` follows.
@@ -73,7 +82,7 @@ class Job:
 
     directory: str
     backend: str | None = "posix"
-    layers: int = 12
+    layers: int = 12  # each saves a storage of 4 MiB
     steps: int = 2
     at_start: list[Fault] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -92,8 +101,6 @@ class Outcome:
     Attributes:
         error: the exception that ended it, or None where every gradient was equal; ``message`` is its text.
         log: what ds_tba logged, warnings and worse.
-        start_line: what it said at the start; empty where it did not come to that.
-        report: the report at the end.
         live_records: saved storages that were still held once the graph was gone.
         strikes: requests of each call since the faults were set.
         stderr: what else it wrote, such as DeepSpeed's op.
@@ -119,8 +126,6 @@ class Outcome:
 
 
 class Victim:
-    """A running one."""
-
     def __init__(self, connection: Connection, stderr: Path) -> None:
         self._connection = connection
         self._stderr = stderr
@@ -128,7 +133,6 @@ class Victim:
         self.pid: int = self._next()
 
     def wait_until(self, pause: str) -> None:
-        """It has come to a pause of its job."""
         told = self._next()
         assert told == pause, told
 
@@ -138,11 +142,9 @@ class Victim:
         return not self._connection.poll()
 
     def go_on(self) -> None:
-        """Let it leave its pause."""
         self._connection.send("go")
 
     def outcome(self) -> Outcome:
-        """Wait for its end."""
         told = self._next()
         assert isinstance(told, Outcome), told
         self._ended = True
@@ -181,7 +183,6 @@ class Victims:
         self._count = 0
 
     def start(self, job: Job) -> Victim:
-        """Set a victim off."""
         self._count += 1
         stderr = self._directory / f"stderr{self._count}"
         stderr.touch()
@@ -196,7 +197,6 @@ class Victims:
             self._running.pop().end()
 
     def run(self, job: Job) -> Outcome:
-        """Set a victim off and wait for its end."""
         return self.start(job).outcome()
 
 
@@ -216,55 +216,42 @@ def serving(directory: Path) -> Iterator[Victims]:
     except (OSError, subprocess.CalledProcessError) as error:
         raise NoVictims(f"{SHIM_SOURCE.name} does not compile: {getattr(error, 'stderr', error)}") from error
     address = f"\0ds_tba-victims-{os.getpid()}"
-    roots = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
-    environment = {**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [roots, os.environ.get("PYTHONPATH")]))
+    environment = runs.environment(LD_PRELOAD=str(shim), PYTHONPATH=runs.import_path())
     with (
         (directory / "stderr").open("w") as stderr,
         subprocess.Popen(
             [sys.executable, "-c", f"from support.victims import serve; serve({address!r})"],
             env=environment,
-            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
         ) as server,
     ):
-        assert server.stdin is not None and server.stdout is not None
+        assert server.stdout is not None
         if not server.stdout.readline():
             raise RuntimeError(f"the server does not start: {(directory / 'stderr').read_text()[-2000:]}")
         try:
             yield Victims(address, directory)
         finally:
-            server.stdin.close()
+            server.kill()
 
 
 # ---- the victim's side ----------------------------------------------------------------------------------------------
 
 
 def serve(address: str) -> None:
-    """Fork a victim for every connection, until standard input ends."""
-    import ds_tba.offloader  # noqa: F401
-    from ds_tba.config import AioConfig
-    from ds_tba.storage.backends import aio
-    from support import hazards  # noqa: F401 - what every victim needs, imported once
-
+    """Fork a victim for every connection, until this process is killed, or its parent ends."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if aio.is_built():
         aio.AioBackend(AioConfig())  # loads the op
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen()
+    listener = Listener(address, "AF_UNIX", backlog=16)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the dead
     gc.freeze()  # victims collect garbage: not among what was imported before the fork
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    print("ready", flush=True)
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if sys.stdin in ready:
-            return
-        connection, _ = listener.accept()
+        connection = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _live(Connection(connection.detach()))
+            _live(connection)
         connection.close()
 
 
@@ -278,32 +265,19 @@ def _live(connection: Connection) -> None:
     faulthandler.dump_traceback_later(HANG_S, exit=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection.send(os.getpid())
-    status = 1
     try:
         connection.send(_outcome(job, connection))
-        status = 0
-    finally:
-        if status:
-            faulthandler.dump_traceback()
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        os._exit(status)
+    except BaseException:  # noqa: BLE001 - whatever ends it, it goes on no further
+        traceback.print_exc()
+        faulthandler.dump_traceback()
+        os._exit(1)
+    os._exit(0)
 
 
 def _outcome(job: Job, connection: Connection) -> Outcome:
-    from ds_tba.config import BLOCK, AioConfig, parse_block
-    from ds_tba.device.accelerator import Accelerator
-    from ds_tba.errors import DsTbaError
-    from ds_tba.offloader import ActivationOffloader
-    from ds_tba.storage import path as swap_file
-    from support.doubles import Warnings
-
     log = Warnings()
     logging.getLogger("ds_tba").addHandler(log)
     io = {"backend": job.backend, "staging_bytes": 16 << 20}
-    # Every byte to the drive.
-    block = {"nvme_path": job.directory, "placement": "nvme", "rematerialize": False, "io": io}
-    parsed = parse_block({BLOCK: block})
-    assert parsed is not None
     if job.lockable_bytes is not None:
         _limit_locked_memory(job.lockable_bytes)
     if job.grow_step_bytes is not None:
@@ -311,7 +285,8 @@ def _outcome(job: Job, connection: Connection) -> Outcome:
     _set(job.at_start)
     _leave_descriptors(job.free_descriptors_at_start)
     try:
-        offloader = ActivationOffloader(parsed[0], AioConfig(), Accelerator())
+        # Every byte to the drive.
+        offloader = offloaders.make(Path(job.directory), placement="nvme", rematerialize=False, io=io)
     except DsTbaError as error:
         return Outcome(type(error).__name__, str(error), log.texts, "", {}, 0)
     finally:
@@ -329,12 +304,8 @@ def _outcome(job: Job, connection: Connection) -> Outcome:
     return Outcome(error, message, log.texts, offloader.start_line(), report, live_records, strikes)
 
 
-def _train(job: Job, offloader: Any, connection: Connection) -> tuple[str | None, str]:
+def _train(job: Job, offloader: ActivationOffloader, connection: Connection) -> tuple[str | None, str]:
     """Train with and without the offloader; the exception that ended it, if one did."""
-    import torch
-
-    from support import hazards
-    from support.doubles import wait_for_writes
 
     def pause(where: str) -> None:
         if where in job.pauses:
@@ -389,13 +360,6 @@ def _leave_descriptors(count: int | None) -> None:
     """Let this process open ``count`` files more, or as many as it may."""
     _, limit = most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if count is not None:
-        limit = next(itertools.islice(filter(_is_unused, itertools.count()), count, None))
+        unused = (fd for fd in itertools.count() if not os.path.exists(f"/proc/self/fd/{fd}"))
+        limit = next(itertools.islice(unused, count, None))
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most[1]))
-
-
-def _is_unused(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return True
-    return False
