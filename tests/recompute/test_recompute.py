@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -23,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import ForwardHooks, keep_originals
+from ds_tba.core.hooks import keep_originals
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.recompute import Blocks, digest_of, find_blocks
 
@@ -299,35 +297,9 @@ class Squared(nn.Module):
         return self.left(x) * self.right(x)
 
 
-@pytest.mark.parametrize(
-    ("make", "how"),
-    # DeepSpeed tells the saved tensors of both runs apart by their order alone.
-    [(Layer, as_checkpoint), (Squared, deepspeed.checkpointing.non_reentrant_checkpoint)],
-    ids=["torch", "DeepSpeed"],
-)
-def test_a_block_that_the_model_checkpoints_runs_again_under_its_checkpoint_alone(make: Any, how: Any) -> None:
-    Bench(make, net=around_each(how)).check(runs_again=False)
-
-
-def test_in_a_recorded_forward_all_its_passes_are_told_of_and_none_is_recomputed() -> None:
-    bench, told = Bench(depth=2), []
-
-    @contextmanager
-    def passing(path: str, inputs: Sequence[Tensor]) -> Iterator[None]:
-        told.append((path, len(inputs)))
-        yield
-        told.append("left")
-
-    with torch.no_grad(), bench.forward(passing):
-        bench.model(torch.ones(1, LENGTH, WIDTH))
-    with bench.forward(passing):
-        other = threading.Thread(target=run, args=(bench.model,))  # is not listened to
-        other.start()
-        other.join()
-        loss = bench.model(torch.ones(1, LENGTH, WIDTH))
-    loss.backward()
-    assert told == [("layers.0", 1), "left", ("layers.1", 1), "left"]
-    assert not bench.recomputed_bytes
+def test_a_block_that_deepspeed_checkpoints_runs_again_under_its_checkpoint_alone() -> None:
+    """DeepSpeed tells the saved tensors of both runs apart by their order alone."""
+    Bench(Squared, net=around_each(deepspeed.checkpointing.non_reentrant_checkpoint)).check(runs_again=False)
 
 
 @pytest.mark.parametrize(
@@ -344,36 +316,6 @@ def test_a_copy_that_is_made_in_the_middle_of_forward_runs_itself(made: Callable
     assert not bench.recomputed_bytes
 
 
-def test_the_inputs_alone_are_saved_outside_and_freed_in_forward() -> None:
-    class Ends(Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).relu()
-
-    held: list[Any] = []
-
-    class Put:
-        """Stands for a store: holds the bytes elsewhere."""
-
-        def __init__(self, tensor: Tensor) -> None:
-            self.copy = tensor.detach().clone()
-            held.append(weakref.ref(tensor.untyped_storage()))
-
-    bench = Bench(Ends, depth=3)
-    with ForwardHooks(Put, lambda put: put.copy), bench.blocks.forward():
-        loss = bench.model(torch.randn(BATCH, LENGTH, WIDTH))
-    assert [one() is None for one in held] == [True] * len(held) and len(held) <= 8
-    loss.backward()
-
-
-def test_who_wraps_the_forward_of_a_block_is_run_with_it() -> None:
-    bench = Bench()
-    layer, calls = bench.model.layers[0], []
-    own = layer.forward
-    theirs = layer.forward = lambda x: (calls.append(1), own(x))[1]
-    bench.check()
-    assert layer.forward is theirs and len(calls) == 2
-
-
 @pytest.mark.parametrize("changes", ["the class", "an attribute"])
 def test_a_forward_that_is_changed_between_steps_is_run_changed(monkeypatch: pytest.MonkeyPatch, changes: str) -> None:
     """Libraries patch the layers of a model after its engine was made; the block ran the forward of before that."""
@@ -385,7 +327,9 @@ def test_a_forward_that_is_changed_between_steps_is_run_changed(monkeypatch: pyt
     else:
         for model in (bench.model, bench.twin):
             model.layers[1].forward = partial(lambda self, *args: 2 * own(self, *args), model.layers[1])
+    changed = bench.model.layers[1].forward
     bench.check()
+    assert bench.model.layers[1].forward == changed
 
 
 # ---- what a second run may not meet ---------------------------------------------------------------------------------
@@ -423,20 +367,13 @@ def test_an_input_that_is_changed_in_place_raises(make_store: StoreFactory, make
     bench.check(runs_again=False)
 
 
-class Scaled(Layer):
-    """Reads an attribute that others change."""
+class Offset(Layer):
+    """Reads an attribute that others change, by which its output differs and nothing that it saves."""
 
-    scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-class Offset(Scaled):
-    """Has another output only, and saves the same."""
+    offset = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return Layer.forward(self, x) + self.scale
+        return super().forward(x) + self.offset
 
 
 class Adapters(Layer):
@@ -475,14 +412,13 @@ def test_a_trunk_that_runs_twice_with_another_adapter_raises_in_every_backward()
     bench.check(runs_again=False)
 
 
-@pytest.mark.parametrize("make", [Scaled, Offset], ids=["in what is saved", "in the output"])
-def test_a_switch_between_forward_and_backward_raises(make: Callable[[], nn.Module]) -> None:
+def test_a_switch_between_forward_and_backward_raises() -> None:
     def switch(model: Any, loss: Tensor) -> None:
-        model.layers[1].scale = 2.0
+        model.layers[1].offset = 2.0
         loss.backward()
 
     with pytest.raises(RecomputationError, match=r"output of the block 'layers\.1' differs .*naming the others"):
-        Bench(make).micro_step(backward=switch)
+        Bench(Offset).micro_step(backward=switch)
 
 
 @pytest.mark.parametrize("name", ["up.weight", "up.bias", "gain"])
@@ -585,43 +521,6 @@ def test_hooks_of_a_block_run_once() -> None:
     assert sorted(calls) == sorted(["before", "after", "backward"] * 2 * DEPTH)
 
 
-class Gathered(nn.Module):
-    """Its parameter comes and goes with its hooks, as ZeRO-3 makes it, in memory that is used again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-    def gather(self) -> None:
-        """Begin to."""
-        full = self.weight.detach().clone()
-
-        def come(*_: Any) -> None:
-            self.weight.data = full.clone()
-
-        def go(*_: Any) -> None:
-            self.weight.data.fill_(torch.nan)
-            self.weight.data = torch.empty(0)
-
-        self.register_forward_pre_hook(come)
-        self.register_forward_hook(go)
-        self.register_full_backward_pre_hook(come)
-
-
-def test_parameters_that_come_and_go_with_hooks() -> None:
-    """What the recomputation saw of a parameter is not there any more when backward uses it."""
-    bench = Bench(lambda: nn.Sequential(Gathered(), nn.Tanh(), Gathered(), nn.Tanh()))
-    for layer in bench.model.layers:
-        layer[0].gather()
-        layer[2].gather()
-    for wanted in ([], ALL):
-        bench.choose(wanted)
-        bench.check(runs_again=bool(wanted))
-
-
 # ---- compiled and through stores ------------------------------------------------------------------------------------
 
 
@@ -632,20 +531,3 @@ def test_blocks_compiled_one_by_one(backend: str) -> None:
     for wanted in ([], ALL, ALL):
         bench.choose(wanted)
         bench.check(runs_again=bool(wanted))
-
-
-def test_what_is_given_back_while_a_pass_is_recomputed_is_what_was_saved(make_store: StoreFactory) -> None:
-    """Every block, several micro-steps in flight, through a store: the inputs come back from the file."""
-    store, bench, outcome = make_store(), Bench(), []
-    bench.blocks.cache = TensorCache([store], "cpu", 1024, wait_for_staging=True)
-    for model, around in ((bench.model, bench.forward), (bench.twin, nullcontext)):
-        losses = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            with around():
-                losses.append(model(torch.randn(BATCH, LENGTH, WIDTH)))
-        for number in (1, 0, 2):
-            losses[number].backward()
-        outcome.append({name: one.grad for name, one in model.named_parameters()})
-    assert_same(outcome[0], outcome[1])
-    assert bench.recomputed_bytes and store.stats.offloaded_bytes > 0
