@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import keep_originals
+from ds_tba.core.hooks import ForwardHooks, keep_originals
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.recompute import Blocks, digest_of, find_blocks
 
@@ -101,8 +102,8 @@ class Bench:
         return self.blocks.cache.stats.recomputed_bytes
 
     @contextmanager
-    def forward(self, listener: Any = None) -> Iterator[None]:
-        with self.blocks.cache.saving(), self.blocks.forward(listener):
+    def forward(self) -> Iterator[None]:
+        with self.blocks.cache.saving(), self.blocks.forward():
             yield
 
     def micro_step(self, **more: Any) -> dict[str, Tensor]:
@@ -314,6 +315,21 @@ def test_a_copy_that_is_made_in_the_middle_of_forward_runs_itself(made: Callable
                 parameter.mul_(0.5)
         assert_same(run(other), run(bench.twin))
     assert not bench.recomputed_bytes
+
+
+def test_the_inputs_alone_are_saved_outside_and_freed_in_forward() -> None:
+    held: list[Any] = []
+
+    def put(tensor: Tensor) -> Tensor:
+        """As a store does, which holds the bytes elsewhere."""
+        held.append(weakref.ref(tensor.untyped_storage()))
+        return tensor.detach().clone()
+
+    bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), depth=3)
+    with ForwardHooks(put, Tensor.clone), bench.blocks.forward():
+        loss = bench.model(torch.randn(BATCH, LENGTH, WIDTH))
+    assert [one() is None for one in held] == [True] * len(held) and len(held) <= 8
+    loss.backward()
 
 
 @pytest.mark.parametrize("changes", ["the class", "an attribute"])
