@@ -537,7 +537,44 @@ def test_hooks_of_a_block_run_once() -> None:
     assert sorted(calls) == sorted(["before", "after", "backward"] * 2 * DEPTH)
 
 
-# ---- compiled and through stores ------------------------------------------------------------------------------------
+class Gathered(nn.Module):
+    """Its parameter comes and goes with its hooks, as ZeRO-3 makes it, in memory that is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def gather(self) -> None:
+        """Begin to."""
+        full = self.weight.detach().clone()
+
+        def come(*_: Any) -> None:
+            self.weight.data = full.clone()
+
+        def go(*_: Any) -> None:
+            self.weight.data.fill_(torch.nan)
+            self.weight.data = torch.empty(0)
+
+        self.register_forward_pre_hook(come)
+        self.register_forward_hook(go)
+        self.register_full_backward_pre_hook(come)
+
+
+def test_parameters_that_come_and_go_with_hooks() -> None:
+    """What the recomputation saw of a parameter is not there any more when backward uses it."""
+    bench = Bench(lambda: nn.Sequential(Gathered(), nn.Tanh(), Gathered(), nn.Tanh()))
+    for layer in bench.model.layers:
+        layer[0].gather()
+        layer[2].gather()
+    for wanted in ([], ALL):
+        bench.choose(wanted)
+        bench.check(runs_again=bool(wanted))
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
