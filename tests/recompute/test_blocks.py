@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import LAYERS as LAYERS_OF_EACH
+from models import MODELS as TINY
 from torch import Tensor, nn
 
 from ds_tba.core.cache import TensorCache
@@ -154,53 +156,41 @@ def test_a_path_that_is_none_is_refused_with_the_nearest_ones(named: str) -> Non
 
 # ---- models of Hugging Face, tiny -----------------------------------------------------------------------------------
 
-LAYERS, WORDS = 3, 64
-# Of each class the config, and where its layers are.
-HUGGING_FACE: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "T5ForConditionalGeneration": (
-        {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": LAYERS, "vocab_size": WORDS,
-         "decoder_start_token_id": 0}, ["encoder.block", "decoder.block"]),
-    "GPT2LMHeadModel": (
-        {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": WORDS}, ["transformer.h"]),
-    "MixtralForCausalLM": (
-        {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 64,
-         "vocab_size": WORDS, "num_key_value_heads": 2, "num_local_experts": 4}, ["model.layers"]),
-}  # fmt: skip
-# From transformers 5 on a ContextVar collects router logits: a second run would add a layer's a second time.
-MORE = {"MixtralForCausalLM": {"output_router_logits": True}}
+STACKS = {"T5": ["encoder.block", "decoder.block"], "GPT-2": ["transformer.h"], "Mixtral": ["model.layers"]}
 
 
-def train(model: nn.Module, seed: int, **more: Any) -> dict[str, Tensor]:
+def train(model: nn.Module, batch: dict[str, Any], seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     model.zero_grad()
-    words = torch.randint(0, WORDS, (2, 12))
-    loss = model(input_ids=words, labels=words, **more).loss
+    loss = model(**batch).loss
     loss.backward()
     return {"loss": loss.detach(), **{name: one.grad for name, one in model.named_parameters() if one.grad is not None}}
 
 
-def train_recomputed(name: str, **more: Any) -> None:
+def train_recomputed(name: str, *, use_cache: bool) -> None:
     """Three steps with every layer recomputed are equal to those without us."""
     torch.manual_seed(1)
-    kind, (settings, stacks) = getattr(pytest.importorskip("transformers"), name), HUGGING_FACE[name]
-    model = kind(kind.config_class(**settings)).train()
+    model = TINY[name].build().train()
     twin, cache = copy.deepcopy(model), TensorCache([], "cpu", 1)
     found = find_blocks(model, None)
-    assert [*found] == [f"{stack}.{index}" for stack in stacks for index in range(LAYERS)]
+    assert [*found] == [f"{stack}.{index}" for stack in STACKS[name] for index in range(LAYERS_OF_EACH)]
     blocks = Blocks(found, cache, found)
     for seed in range(3):
+        batch = {**TINY[name].batch(2, torch.Generator().manual_seed(seed)), "use_cache": use_cache}
         with cache.saving(), blocks.forward():
-            ours = train(model, seed, **more)
+            ours = train(model, batch, seed)
         blocks.end_backward()
-        theirs = train(twin, seed, **more)
+        theirs = train(twin, batch, seed)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert cache.stats.recomputed_bytes
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
+# Mixtral's router logits are collected in a ContextVar from transformers 5 on: a second run would add them once more.
+@pytest.mark.parametrize("name", STACKS)
 def test_every_layer_is_found_and_recomputed_to_the_bit(name: str) -> None:
-    train_recomputed(name, use_cache=False, **MORE.get(name, {}))
+    pytest.importorskip("transformers")
+    train_recomputed(name, use_cache=False)
     try:  # A cache of keys is on by default, in training too; a second run of a layer adds its keys a second time.
-        train_recomputed(name)
+        train_recomputed(name, use_cache=True)
     except RecomputationError as error:
         assert "use_cache=False" in str(error)
