@@ -188,7 +188,7 @@ class Tiers:
         ]
         if self.shares_drive_with_zero and self._config.placement == "adaptive":
             parts.append(
-                "ZeRO's offload uses a drive of these, too: plans begin with a quarter of the bytes, and offload more "
+                "ZeRO's offload uses a drive of these, too: plans begin by keeping everything, and offload more "
                 "in the same time with either of them on a second drive"
             )
         return parts
