@@ -21,6 +21,7 @@ from support.models import Mlp, Stack
 from support.stepping import offloader_of
 from torch import nn
 
+from ds_tba.core.tensors import form_of
 from ds_tba.device.accelerator import is_out_of_memory
 from ds_tba.explain import sample
 from ds_tba.offloader import ActivationOffloader
@@ -49,7 +50,7 @@ def train(
 
 @scenarios
 def test_whatever_is_saved_is_looked_at_without_an_error(tmp_path: Path, scenario: Scenario) -> None:
-    """Sparse, jagged and nested tensors, those of subclasses that answer no question, what ``vmap`` saves."""
+    """Sparse, jagged and nested tensors, what ``vmap`` saves."""
     block = {"placement": "nvme", "report": {"timeline_path": str(tmp_path / "step.json")}}
     offloader = offloader_of(tmp_path, nn.Identity(), min_tensor_bytes=hazards.MIN_BYTES, **block)
     expected, found = (hazards.run(scenario, saving) for saving in (nullcontext, offloader.saving))
@@ -128,6 +129,10 @@ def test_the_error_of_a_backward_of_the_users_own_is_explained_at_exit(
     with caplog.at_level(logging.ERROR, logger="ds_tba"):
         offloader.close()
     assert "memory ran out" in caplog.text
+
+
+def test_a_subclass_is_not_asked_for_its_form() -> None:
+    assert form_of(torch.ones(4).as_subclass(hazards.KnowsFewFunctions)) == "[4] float32"
 
 
 class PreBackwardFunctionForModule(torch.autograd.Function):
