@@ -541,8 +541,3 @@ def test_the_longest_is_what_a_line_by_hand_says(first: int, power: int) -> None
         assert (1 - NEAR) * longest - UNIT <= sequence <= longest
         assert row.need_bytes <= TIGHT * MEMORY_BYTES
     assert len(set(asked)) < 30
-
-
-def test_where_nothing_fits_that_is_said() -> None:
-    found = longest_of(lambda sequence: replace(growing(sequence), device=with_memory(100)), 4096)
-    assert {sequence for sequence, _ in found} == {0}

@@ -7,19 +7,22 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import Closing
-from support import stepping
+from support import hazards, stepping
 from support.doubles import wait_for_writes
+from support.each_hazard import Scenario, scenarios
 from support.models import Mlp, Stack
-from support.stepping import assert_same_steps, offloader_of
+from support.stepping import offloader_of
 from torch import nn
 
 from ds_tba.core.tensors import form_of
+from ds_tba.device.accelerator import is_out_of_memory
 from ds_tba.explain import sample
 from ds_tba.offloader import ActivationOffloader
 
@@ -45,78 +48,16 @@ def train(
     return stepping.train(model, offloader, (torch.randn(4, 64, 64) for _ in range(steps)), between)
 
 
-class Unasked(torch.Tensor):
-    """Of a user whose own code answers for shapes; ours must not ask."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__get__":
-            raise NotImplementedError("shapes are private")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def odd_tensors(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    rows = x.reshape(-1, 64)
-    return {
-        "nested": torch.nested.as_nested_tensor([rows[:100], rows[100:]]),
-        "jagged": torch.nested.as_nested_tensor([rows[:100], rows[100:]], layout=torch.jagged),
-        "sparse": rows.to_sparse(),
-        "compressed": rows.detach().to_sparse_csr(),
-        "private": rows.as_subclass(Unasked),
-        "conjugate": torch.complex(rows, rows).conj(),
-        "scalar": rows.sum(),
-        "empty": rows[:0],
-        "meta": torch.empty(3, device="meta"),
-    }
-
-
-class Named(torch.autograd.Function):
-    """Its node has the user's attribute in the place of a method."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.name = "doubled"
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0] * 2
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
-def test_odd_tensors_are_looked_at_without_an_error(tmp_path: Path) -> None:
-    class Odd(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            up = super().forward
-            odd = odd_tensors(up(x))
-            positive = odd["nested"].relu()
-            flat = [
-                torch.cat([*(positive * positive).unbind(), *odd["jagged"].sigmoid().unbind()]),
-                torch.sparse.mm(odd["sparse"], self.weight),
-                torch.mul(odd["private"], odd["private"]).as_subclass(torch.Tensor),
-                (odd["conjugate"] * odd["conjugate"]).real,
-                torch.func.vmap(lambda row: row.sin() * row)(x.reshape(-1, 64) * self.bias),
-                odd["scalar"].square(),
-                odd["empty"].exp(),
-                Named.apply(up(x)).square(),
-            ]
-            return sum((one.sum() for one in flat), start=torch.zeros(()))
-
-    def trained(block: dict[str, Any] | None) -> list[list[torch.Tensor]]:
-        torch.manual_seed(0)
-        model = Odd(64, 64)
-        offloader = None if block is None else offloader_of(tmp_path, model, min_tensor_bytes=4096, **block)
-        found = stepping.train(model, offloader, [torch.arange(4 * 64 * 64).reshape(4, 64, 64).sin()] * 2)
-        if offloader is not None:
-            assert "nested float32" in offloader.explain()
-            offloader.close()
-        return found
-
-    assert all(form_of(tensor) for tensor in odd_tensors(torch.randn(4, 64, 64)).values())
-    plain = trained(None)
-    for placement in ("nvme", "keep", "adaptive"):
-        found = trained({"placement": placement, "report": {"timeline_path": str(tmp_path / "step.json")}})
-        assert_same_steps(plain, found)
+@scenarios
+def test_whatever_is_saved_is_looked_at_without_an_error(tmp_path: Path, scenario: Scenario) -> None:
+    """Sparse, jagged and nested tensors, what ``vmap`` saves."""
+    block = {"placement": "nvme", "report": {"timeline_path": str(tmp_path / "step.json")}}
+    offloader = offloader_of(tmp_path, nn.Identity(), min_tensor_bytes=hazards.MIN_BYTES, **block)
+    expected, found = (hazards.run(scenario, saving) for saving in (nullcontext, offloader.saving))
+    offloader.note_micro_step()
+    offloader.note_step()
+    offloader.close()
+    hazards._compare(expected, found, scenario.__name__)
 
 
 @pytest.mark.parametrize(("placement", "rematerialize"), [("nvme", False), ("keep", False), ("nvme", True)])
@@ -175,17 +116,8 @@ def test_the_timeline_is_on_the_clock_of_the_profiler(make: Make, tmp_path: Path
         (RuntimeError("shapes cannot be multiplied"), False),
     ],
 )
-def test_memory_that_runs_out_is_explained_once(
-    make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, is_told: bool
-) -> None:
-    model, offloader = make(placement="keep")
-    train(model, offloader, 1)
-    with caplog.at_level(logging.ERROR, logger="ds_tba"):
-        offloader.note_failure(error)
-        offloader.note_failure(error)
-    told = [one.getMessage() for one in caplog.records if "memory ran out" in one.getMessage()]
-    assert len(told) == is_told
-    assert all("layers.*.down" in one for one in told)
+def test_memory_that_runs_out_is_told_from_other_errors(error: BaseException, is_told: bool) -> None:
+    assert is_out_of_memory(error) == is_told
 
 
 def test_the_error_of_a_backward_of_the_users_own_is_explained_at_exit(
@@ -199,11 +131,19 @@ def test_the_error_of_a_backward_of_the_users_own_is_explained_at_exit(
     assert "memory ran out" in caplog.text
 
 
-def test_the_functions_of_zero_3_made_no_tensor() -> None:
-    class PreBackwardFunctionForModule(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
-            return outputs.view_as(outputs)
+def test_a_subclass_is_not_asked_for_its_form() -> None:
+    assert form_of(torch.ones(4).as_subclass(hazards.KnowsFewFunctions)) == "[4] float32"
 
+
+class PreBackwardFunctionForModule(torch.autograd.Function):
+    """As ZeRO-3's, which makes no tensor; and with an attribute of a user's in the place of a method of the node."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
+        ctx.name = "outputs"
+        return outputs.view_as(outputs)
+
+
+def test_the_functions_of_zero_3_made_no_tensor() -> None:
     made = PreBackwardFunctionForModule.apply(torch.nn.functional.gelu(torch.ones(2, requires_grad=True)))
     assert sample._op(made) == "Gelu"

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import update_time
-from gpu import __main__ as command
 from gpu import table
 from gpu.__main__ import MINUTES, Build, chosen, run
 from gpu.llama import WAYS
@@ -24,7 +23,6 @@ from gpu.pieces import Piece, longer
 from gpu.results import BEGUN, CUT, DONE, FAILED, Results
 from gpu.smoke import CONTROL, KEEP, SHOWN, Setting, Smoke
 from gpu.table import PARTS, markdown
-from hook_cost import KINDS
 from support import runs
 from support.disks import until
 
@@ -79,22 +77,14 @@ def test_the_eight_minutes_go_on_where_they_were_interrupted(tmp_path: Path) -> 
     results = json.loads(path.read_text())
     found = results["pieces"]
     assert found["probe"] == before and states() == dict.fromkeys(QUICK, DONE)
-    probe, smoke = found["probe"]["found"], found["smoke"]["found"]
-    assert probe["drive"]["write GB/s"] > 0 and probe["pinning"]["huge pages"]["is_pinned"]
-    assert set(probe["copies"]["GB/s"]["registered"]) == {"out", "in", "both", "both / (out + in)"}
-    assert isinstance(probe["card"]["torch._C._host_emptyCache"], bool)
+    smoke = found["smoke"]["found"]
     tried = [(row["dtype"], row["way"]) for row in smoke["rows"]]
     assert tried == [(dtype, way) for dtype in ("bf16", "autocast") for way in (KEEP, CONTROL, *SHOWN)]
     assert all(row["equal"] for row in smoke["rows"]) and not smoke["failed"] and not smoke["untried"]
     check_headline(found["headline"]["found"], QUICK_WAYS)
-    assert all("profiled" in row for row in found["headline"]["found"]["rows"])
-    update = found["update"]["found"]
-    assert {name for turns in update["rounds"] for name in turns} == {"stock", "share 0", "null"}
     text = path.with_suffix(".md").read_text()
     assert text == markdown(results) and text.startswith("# Rehearsal on the CPU, tiny")
     assert {one.name for one in out.iterdir()} == {f"{NAME}.{kind}" for kind in ("json", "md", "log")}
-    log = path.with_suffix(".log").read_text()
-    assert all(f"==== {name}: done" in log for name in QUICK)
 
 
 @pytest.mark.thorough
@@ -108,19 +98,11 @@ def test_the_longer_pieces_rehearse(tmp_path: Path) -> None:
     check_headline(found["length 256"]["found"], [way.name for way in WAYS])
     suite = found["tests test_gpu"]["found"]
     assert suite["counts"]["skipped"] > 10 and set(suite["skipped"]) == {"no CUDA device"} and not suite["failed"]
-    hooks = found["hook cost"]["found"]["rows"]
-    assert [(row["kind"], row["tensors"]) for row in hooks] == [(kind, 10) for kind in KINDS]
-    assert all(row["pack_us"] > 0 and (row["to_kept"] == 1 or row["kind"] != "kept") for row in hooks)
-    update = found["update 300000"]["found"]
-    assert [sorted(turns) for turns in update["rounds"]] == [["null", "share 0", "share 0.5", "stock"]] * 2
-    assert sorted(update["reports"]) == ["interleaved 0", "stock 0"] and update_time.are_equal(update["losses"])
+    assert update_time.are_equal(found["update 300000"]["found"]["losses"])
     (shape,) = found["curve GPT"]["found"]["shapes"]
     points = {one["name"]: one for one in shape["points"]}
-    assert {"plain", "tba", "teraio", "adaptive 2%", "adaptive 10%", "adaptive 50%"} < set(points)
     assert points["recompute"]["peak_bytes"] < points["plain"]["peak_bytes"] == points["keep"]["peak_bytes"]
-    text = (tmp_path / f"{NAME}.md").read_text()
-    assert text == markdown(results) and all(f"| {way.title} |" in text for way in WAYS)
-    assert "| torch save_on_cpu |" in text
+    assert (tmp_path / f"{NAME}.md").read_text() == markdown(results)
 
 
 def check_headline(found: dict[str, Any], ways: Sequence[str]) -> None:
@@ -159,20 +141,6 @@ def test_how_a_piece_ends(tmp_path: Path, program: str, limit_s: float, state: s
     assert read.pieces["one"]["state"] == state and read.pieces["one"]["found"] == found
     assert read.is_done("one") == (state == DONE)
     assert (state == DONE) == ("reason" not in read.pieces["one"])
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.log"}
-
-
-def test_what_a_piece_had_found_outlives_the_run(tmp_path: Path) -> None:
-    """As where the machine is taken away: no handler of ours runs."""
-    results = Results(tmp_path / "results.json", rehearsal=True)
-    results.begin("smoke", part="smoke")
-    results.running.write_text('{"rows": [], "failed": [], "untried": ["one"]}')
-    read = Results(tmp_path / "results.json", rehearsal=True)
-    assert read.pieces["smoke"]["state"] == CUT and read.pieces["smoke"]["found"]["untried"] == ["one"]
-    assert not read.is_done("smoke") and not read.running.exists()
-    results.begin("smoke", part="smoke")  # and one that had found nothing yet
-    read = Results(tmp_path / "results.json", rehearsal=True)
-    assert read.pieces["smoke"]["state"] == CUT and "the run ended in it" in markdown(read.found)
 
 
 def test_a_rehearsal_and_a_measurement_do_not_share_a_file(tmp_path: Path) -> None:
@@ -187,13 +155,6 @@ def test_what_is_worth_most_comes_first_and_takes_eight_minutes() -> None:
     assert sum(one.limit_s for one in found[:5]) <= 60 * MINUTES
     assert all(one.limit_s < 600 for one in found)
     assert {one.part for one in found} == set(PARTS)
-
-
-def test_a_piece_without_time_is_left_and_the_next_begins(tmp_path: Path) -> None:
-    results = Results(tmp_path / "results.json", rehearsal=True)
-    both = [Piece(name, "probe", ("-c", ""), is_quick=name == "quick") for name in ("long", "quick")]
-    left = command._run_all(both, results, tmp_path, time.monotonic() + 30, True, Build(None))
-    assert list(results.pieces) == ["quick"] and [one.name for one in left] == ["long"]
 
 
 def test_what_is_built_meanwhile_stands_still_beside_what_is_timed(tmp_path: Path) -> None:

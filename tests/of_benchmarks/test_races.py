@@ -132,8 +132,8 @@ def test_the_strict_step_is_strict_and_the_others_are_not(plain: tuple[Workload,
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def raced(directory: Path, kind: str, *options: str) -> dict[str, dict[str, Any]]:
-    """Run a race of a tiny model, and return its points by their names."""
+def raced(directory: Path, kind: str, *options: str) -> dict[str, Any]:
+    """Run a race of a tiny model, and return what its file has of it."""
     (directory / "nvme").mkdir()
     out = directory / "out"
     short = ["--tiny", "--rounds", "2", "--steps", "2", "--minutes", "1", "--nvme_path", str(directory / "nvme")]
@@ -141,25 +141,20 @@ def raced(directory: Path, kind: str, *options: str) -> dict[str, dict[str, Any]
     assert list((directory / "nvme").iterdir()) == []
     (shape,) = json.loads((out / f"{kind}.json").read_text())["shapes"]
     assert shape["equal"] and shape["rounds"] == 2
-    points = {one["name"]: one for one in shape["points"]}
-    text = (out / f"{kind}.md").read_text()
-    assert f"## {shape['name']}" in text and all(f"| {name} |" in text for name in points)
-    assert all(one["step_s"]["median"] > 0 and one["peak_bytes"] > 0 for one in points.values())
-    return points
+    assert f"## {shape['name']}" in (out / f"{kind}.md").read_text()
+    return {**shape, "names": [one["name"] for one in shape["points"]]}
 
 
 @pytest.mark.thorough
 def test_slower_drives_tiny(tmp_path: Path) -> None:
-    points = raced(tmp_path, "drives", "--settle", "4", "--overhead", "100")
-    drives = [f"drive 1/{part}" for part in races.PARTS]
-    assert list(points) == ["plain", AGAIN.name, *drives, "drive 1/10 in mid-run"]
+    names = raced(tmp_path, "drives", "--settle", "4", "--overhead", "100")["names"]
+    assert names == ["plain", AGAIN.name, *(f"drive 1/{part}" for part in races.PARTS), "drive 1/10 in mid-run"]
 
 
 @pytest.mark.long
 def test_host_memory_tiny(tmp_path: Path) -> None:
-    points = raced(tmp_path, "host")
-    assert list(points)[:2] == ["plain", AGAIN.name] and len(points) == 5
-    (shape,) = json.loads((tmp_path / "out" / "host.json").read_text())["shapes"]
+    shape = raced(tmp_path, "host")
+    assert shape["names"][:2] == ["plain", AGAIN.name] and len(shape["names"]) == 5
     assert all(to_host > 0 for to_host, _ in shape["moved"].values())
 
 

@@ -1,10 +1,10 @@
 """Training loops of their own, in a process in which importing DeepSpeed raises.
 
-    python tests/scripts/loop.py gradients|rooms|ranks|refused DIRECTORY
+    python tests/scripts/loop.py rooms|ranks|refused DIRECTORY
 
-gradients: one loop with a model for each placement. rooms: one loop after the other, each with a key more. ranks: a
-rank of two. Prints for each loop its name, EQUAL where the gradients of all steps are bit for bit those of the same
-loop without an offloader, else DIFFERENT, and the rooms of ds_tba that were imported so far.
+rooms: one loop after the other, each with a key more. ranks: a rank of two. Prints for each loop its name, EQUAL where
+the gradients of all steps are bit for bit those of the same loop without an offloader, else DIFFERENT, and the rooms of
+ds_tba that were imported so far.
 refused: a rank of two, of which the second names a device that nobody serves. Prints the error of each.
 """
 
@@ -66,13 +66,6 @@ def compare(name: str, make: Callable[[], nn.Module], keys: dict[str, Any], *, w
     sys.stdout.write(f"{name} {'EQUAL' if found == expected else 'DIFFERENT'} {rooms()}\n")
 
 
-def each_placement(directory: str) -> None:
-    for placement in ("nvme", "host", "keep", "adaptive"):
-        own = Path(directory) / placement
-        own.mkdir()
-        compare(placement, model, keys_of(str(own), placement), watched=True)
-
-
 def each_room(directory: str) -> None:
     for placement in ("nvme", "host", "keep"):
         compare(placement, model, keys_of(directory, placement) | {"rematerialize": False}, watched=False)
@@ -100,7 +93,7 @@ def each_refused_rank(directory: str) -> None:
 
 def main(what: str, directory: str) -> int:
     torch.set_num_threads(1)
-    loops = {"gradients": each_placement, "rooms": each_room, "ranks": each_rank, "refused": each_refused_rank}
+    loops = {"rooms": each_room, "ranks": each_rank, "refused": each_refused_rank}
     loops[what](directory)
     return 0
 

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,16 @@ def test_what_is_wrong_with_kvikio_is_told(fake: FakeKvikio, monkeypatch: pytest
         (tmp_path / "kvikio.py").write_text("raise RuntimeError('Failure finding\\n libcufile.so.0')")
         assert "does not load (Failure finding libcufile.so.0)" in str(module.obstacle())
     assert module.obstacle() is None
+
+
+def test_a_file_that_cannot_be_named_is_told_with_the_way_out(tmp_path: Path) -> None:
+    """As the swap file where the file system has no O_TMPFILE: unlinked, and linked by no one again."""
+    fd, name = tempfile.mkstemp(dir=tmp_path)
+    Path(name).unlink()
+    with pytest.raises(BackendUnavailableError, match=r'gds: cuFile opens .*without O_TMPFILE.*"backend": "aio"'):
+        module.named(fd, "gds").__enter__()
+    os.close(fd)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_swap_file_has_a_name_only_while_cufile_opens_it_and_no_disk_space_then(
