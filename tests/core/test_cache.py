@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import AlarmError, StoreFactory
-from support.doubles import raising, wait_for_writes
+from support.doubles import wait_for_writes
 from support.each_hazard import cache_over
-from support.stores import bytes_read
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Accelerator
@@ -102,19 +101,6 @@ def test_backward_prefetches_in_reverse_and_within_its_bound(
         assert order == sorted(order, reverse=True) and len(order) >= 8
 
 
-def test_a_second_backward_reads_again_instead_of_holding_memory(make_store: StoreFactory) -> None:
-    store = make_store()
-    cache = cache_over(store)
-    with cache.saving():
-        loss = torch.randn(256, 256, requires_grad=True).exp().sin().sum()
-    wait_for_writes(store)
-    loss.backward(retain_graph=True)
-    assert all(record.loaded is None for record in cache.forward.by_key.values())
-    once = bytes_read(store)
-    loss.backward()
-    assert bytes_read(store) >= 2 * once > 0
-
-
 # ---- every call -----------------------------------------------------------------------------------------------------
 
 
@@ -190,19 +176,3 @@ def test_an_interrupted_step_is_remembered_or_leaves_nothing() -> None:
                 left.append(at)
     assert at > 100 and left == []
     host.close()
-
-
-def test_a_storage_whose_load_was_interrupted_is_given_up_with_its_graph(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = TensorCache([make_store()], "cpu", 4096, wait_for_staging=True)
-    with cache.saving():
-        loss = torch.randn(64, 64, requires_grad=True).sin().exp().sum()
-    monkeypatch.setattr(cache, "_fetch", raising(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    del loss
-    cache.settle()
-    assert cache.live_records == 0
-    with pytest.raises(StateError):
-        cache.refuse_broken()

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -37,51 +36,18 @@ moved = pytest.mark.parametrize("cache", ["moved"], indirect=True)
 kept = pytest.mark.parametrize("cache", ["kept"], indirect=True)
 
 
-def product(x: Tensor, missing: None, weight: Any, twice: Tensor) -> Tensor:
-    """Reads what only the parameter has."""
-    return x @ weight.t() * weight.factor
+def test_a_checkpoint_runs_again_with_the_parameter_that_was_saved(cache: TensorCache) -> None:
+    """Between what it saves besides. The hazards have a Function that wants its parameter."""
 
-
-def gradients_of_product(gradient: Tensor, read: Read) -> tuple[Tensor | None, ...]:
-    x, missing, weight, twice = read()
-    if missing is not None or twice is not weight:
-        raise ValueError("other tensors than were saved")
-    gradient = gradient * weight.factor
-    return gradient @ weight, None, gradient.t() @ x
-
-
-class SetUpApart(torch.autograd.Function):
-    forward = staticmethod(product)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return *gradients_of_product(gradient, lambda: ctx.saved_tensors), None
-
-
-def checkpointed(x: Tensor, missing: None, weight: Tensor, twice: Tensor) -> Tensor:
-    """Hands the parameter to a checkpoint, between what it saves besides."""
-
-    def part(power: int, x: Tensor, missing: None, weight: Any, other: Tensor) -> Tensor:
+    def product(x: Tensor, power: int, missing: None, weight: Any, other: Tensor) -> Tensor:
         return x @ weight.t() * weight.factor**power + other.tanh().sum()
 
-    return checkpoint(part, 2, x, missing, weight, x.sin(), use_reentrant=False)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [function(lambda *saved: (product(*saved), saved), gradients_of_product), SetUpApart.apply, checkpointed],
-    ids=["a Function", "one with its context set up apart", "a checkpoint"],
-)
-def test_the_parameter_is_the_one_that_was_saved(cache: TensorCache, use: Callable[..., Tensor]) -> None:
     def trains(saving: Saving) -> list[Tensor]:
         x, weight = leaf(), nn.Parameter(torch.randn(64, 64))
         weight.factor = 1.5  # type: ignore[attr-defined]
         with saving():
-            loss = use(x.sin(), None, weight, weight).tanh().sum()
+            y = x.sin()
+            loss = checkpoint(product, y, 2, None, weight, y.sin(), use_reentrant=False).tanh().sum()
         return hazards.grads_after(loss, x, weight)
 
     hazards.check(trains, cache)
@@ -166,27 +132,6 @@ def test_a_returned_saved_tensor_gives_grad_memory_that_nobody_else_has(cache: T
         return [*before, *hazards.grads(x, w), x, w, *live]
 
     hazards.check(returns_what_it_saved, cache)
-
-
-@kept
-def test_threads_that_run_one_function_backward_at_once_each_return_own_memory(cache: TensorCache) -> None:
-    """Two threads read and return the same saved tensors; no returned gradient has the memory of an activation."""
-    meeting = threading.Barrier(2, timeout=60)
-
-    def meet(_: Tensor, read: Read) -> Any:
-        meeting.wait()  # both threads read while the other is in the same backward
-        both = read()
-        meeting.wait()
-        return both
-
-    x, w = leaf(), leaf()
-    with cache.saving():
-        a, b = x.sin(), w.sin()
-        node: Any = function(lambda a, b: (a + b, [a, b]), meet)(a, b).grad_fn
-    with ThreadPoolExecutor(2) as pool:
-        found = [one for both in pool.map(torch.no_grad()(node.apply), 2 * [torch.ones(64, 64)]) for one in both]
-    live = {one.untyped_storage().data_ptr() for one in (a, b)}
-    assert len(found) == 4 and all(one.untyped_storage().data_ptr() not in live for one in found)
 
 
 @kept

@@ -8,13 +8,12 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, in_turn, part_of, raising, wait_for_writes
+from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, in_turn, part_of, wait_for_writes
 from support.prefetching import Spy, cache_over, chain
 from support.stores import CPU, MIB, bytes_read, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.accelerator import Accelerator, PendingCopy
-from ds_tba.errors import ActivationLostError
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket
 
@@ -39,7 +38,6 @@ def store(request: pytest.FixtureRequest, make_store: StoreFactory, drive: Scrip
 
 
 on_the_cpu = pytest.mark.parametrize("store", [Accelerator], indirect=True)
-on_a_device = pytest.mark.parametrize("store", [EventAccelerator], indirect=True)
 
 
 def states(tickets: list[SwapTicket]) -> set[PartState]:
@@ -148,19 +146,6 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     release(store, tickets)
 
 
-def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(store: NvmeStore, gate: Gate) -> None:
-    """Those that were given up and came from the drive in the end."""
-    data = noise(MIB)
-    (ticket,) = under_write(store, gate, data)
-    assert store.prefetch(ticket)
-    gate.opened.set()
-    until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
-    assert store.cancel_prefetch(ticket) and part_of(ticket).state is PartState.STORED
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    assert (store.stats.forwarded_bytes, bytes_read(store)) == (0, MIB)
-    release(store, [ticket])
-
-
 def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     store: NvmeStore, gate: Gate, drive: ScriptedBackend
 ) -> None:
@@ -175,21 +160,6 @@ def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
         assert store.prefetch(ticket)
         assert torch.equal(store.get(ticket, CPU).data, piece)
     release(store, tickets)
-
-
-@on_a_device
-def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
-    store: NvmeStore, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = under_write(store, gate, noise(MIB), noise(MIB))
-    assert store.prefetch(second)
-    with monkeypatch.context() as patch:
-        patch.setattr(PendingCopy, "wait", raising(RuntimeError("an illegal memory access was encountered")))
-        gate.opened.set()
-        until(lambda: store.lane_error is not None, "the copy")
-    with pytest.raises(ActivationLostError, match="illegal memory access"):
-        store.get(second, CPU)
-    release(store, [first, second])
 
 
 # ---- when it begins -------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from ds_tba.storage import path as swap_file
 from ds_tba.storage.backends import IoBackend, IoHandle, PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.nvme import Lanes
-from ds_tba.storage.space import Part, PartState
+from ds_tba.storage.space import PartState
 
 
 def test_reads_are_bounded_and_overtake_writes_and_the_unwanted_are_given_back(make_store: StoreFactory) -> None:
@@ -323,12 +323,6 @@ def test_what_is_given_up_under_a_lane_goes_when_the_lane_is_done(make_store: St
     gate.opened.set()
     until(lambda: part_of(ticket).state is PartState.RELEASED, "the lane")
     nothing_is_held(store)
-
-
-def test_illegal_moves_raise() -> None:
-    part = Part(0, 1, None, None, None)  # type: ignore[arg-type]
-    with pytest.raises(StateError, match="illegal move of a part of a storage from 'in staging, write not started' to"):
-        part.move(PartState.STORED)
 
 
 def test_checksums_take_no_memory_that_a_device_lacks(

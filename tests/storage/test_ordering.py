@@ -229,22 +229,6 @@ def test_memory_beside_staging_is_there_until_it_was_copied(
     gate.opened.set()
 
 
-def test_what_is_read_ahead_waits_on_the_device_within_the_bound(device: LateDevice, make_store: StoreFactory) -> None:
-    device.longest_pause_s = device.current_stream().longest_pause_s = 0.0
-    store = make_store(accelerator=device, staging_bytes=4 * MIB)
-    tickets = [store.put(device.allocate(MIB, CPU), wait=True) for _ in range(12)]
-    wait_for_writes(store)
-    device.synchronize()
-    for _ in range(100):
-        for ticket in tickets:
-            store.prefetch(ticket)  # type: ignore[arg-type]
-        until(lambda: not slots_in_use(store), "the copies")
-    assert device.allocated_bytes == store.read_ahead.prefetched_bytes == 4 * MIB
-    for ticket in tickets:
-        store.release(ticket)  # type: ignore[arg-type]
-    assert device.allocated_bytes == store.read_ahead.prefetched_bytes == 0
-
-
 def test_a_capture_is_refused(make_device: DeviceFactory, tmp_path: Path, closing: Closing) -> None:
     device = make_device()
     device.is_capturing = lambda: True  # type: ignore[method-assign]

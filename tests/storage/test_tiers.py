@@ -8,61 +8,46 @@ import re
 import resource
 import threading
 from contextlib import closing
-from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from support import stepping
 from support.cuda_doubles import FakeKvikio
 from support.doubles import raising
 from support.machines import KILLED, run_python
-from support.models import Stack
-from support.stepping import offloader_of
-from torch import nn
+from support.offloaders import finished, make, step
 from torch.utils import cpp_extension
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError
-from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends import aio
 from ds_tba.storage.tiers import Selection, select_backend
 
 MIB = 1 << 20
 
 
-def trained_as_without(directory: Path, **block: Any) -> ActivationOffloader:
-    """The offloader of a block, after a training with the same losses and gradients as without one."""
-    torch.manual_seed(0)
-    model = Stack(lambda: nn.Sequential(nn.Linear(256, 256), nn.Tanh()), 12)
-    batches = [torch.randn(1024, 256) for _ in range(6)]
-    plain = stepping.train(deepcopy(model), None, batches)
-    always: dict[str, Any] = {"min_tensor_bytes": 4096, "rematerialize": False, "max_step_overhead": 1000.0}
-    offloader = offloader_of(directory, model, **always, **block)
-    stepping.assert_same_steps(plain, stepping.train(model, offloader, batches))
-    return offloader
-
-
 @pytest.mark.parametrize("placement", ["host", "adaptive", "nvme"])
 def test_the_drive_takes_what_a_small_host_tier_cannot(tmp_path: Path, placement: str) -> None:
-    with closing(trained_as_without(tmp_path, placement=placement, host_budget_bytes=4 * MIB)) as offloader:
-        report = offloader.report()
-        assert (report.host_bytes > 0) == (placement != "nvme")  # which has room for all of it
-        assert report.written_bytes > 0 and not report.kept_bytes_by_reason.get("no room in host_budget_bytes")
-        assert offloader.start_line().startswith("activations go to host memory") == (placement != "nvme")
+    """The random trainings draw such a tier, and compare gradients."""
+    block: dict[str, Any] = {"placement": placement, "host_budget_bytes": MIB, "rematerialize": False}
+    offloader = finished(tmp_path, 3, written_first=True, **block)
+    report = offloader.report()
+    assert (report.host_bytes > 0) == (placement != "nvme")  # which has room for all of it
+    assert report.written_bytes > 0 and not report.kept_bytes_by_reason.get("no room in host_budget_bytes")
+    assert offloader.start_line().startswith("activations go to host memory") == (placement != "nvme")
 
 
 @pytest.mark.parametrize("placement", ["host", "adaptive"])
 def test_half_of_the_free_memory_stays_free(tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for user in ("host", "tiers"):
-        monkeypatch.setattr(f"ds_tba.storage.{user}.available_bytes", lambda: 12 * MIB)
-    with closing(trained_as_without(tmp_path, placement=placement, host_budget_bytes=None)) as offloader:
-        assert f"host memory, up to {6 * MIB} bytes per rank" in offloader.start_line()
-        report = offloader.report()
-        host = offloader._tiers.host
-        assert host is not None and 2 * MIB < host.taken_bytes <= 6 * MIB
+        monkeypatch.setattr(f"ds_tba.storage.{user}.available_bytes", lambda: 3 * MIB)
+    block: dict[str, Any] = {"placement": placement, "host_budget_bytes": None, "rematerialize": False}
+    with closing(make(tmp_path, **block)) as offloader:
+        assert f"host memory, up to {3 * MIB // 2} bytes per rank" in offloader.start_line()
+        step(offloader, written_first=True)
+        report, host = offloader.report(), offloader._tiers.host
+        assert host is not None and MIB <= host.taken_bytes <= 3 * MIB // 2
         assert report.written_bytes > 0 and report.host_bytes > 0
         assert "no room in host_budget_bytes" not in report.kept_bytes_by_reason
 
