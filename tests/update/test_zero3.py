@@ -12,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import forked
+import programs_deepspeed
+import programs_hf
 import pytest
 import torch
 import update_programs as programs
@@ -113,7 +115,45 @@ def test_random_trainings_leave_every_bit_as_stock_does(first: int, tmp_path: Pa
     assert 0 < result["elements"][1] < result["elements"][0]
 
 
-# ---- interrupted and refused
+# ---- trainers that people use ---------------------------------------------------------------------------------------
+
+AUTO = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+OF_TRAINERS = {
+    **ds_config(),
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": AUTO},
+    "scheduler": {"type": "WarmupLR", "params": {f"warmup_{of}": "auto" for of in ("min_lr", "max_lr", "num_steps")}},
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("program", "config", "ranks", "arguments"),
+    [
+        (programs_hf.trainer, OF_TRAINERS, 2, {"steps": 4}),
+        pytest.param(
+            programs_hf.trainer, OF_TRAINERS, 1, {"steps": 4, "lora": True, "gradient_accumulation_steps": 2},
+            marks=pytest.mark.thorough,
+        ),
+        (programs_hf.resumed_trainer, OF_TRAINERS, 1, {"steps": 6}),
+        (programs_deepspeed.trained_from_zero_init, ds_config(gradient_accumulation_steps=2), 1, {}),
+    ],
+    ids=["Trainer, 2 ranks", "Trainer, LoRA", "Trainer, resumed", "zero.Init"],
+)  # fmt: skip
+def test_a_trainer_trains_alike(
+    program: forked.Program, config: dict[str, Any], ranks: int, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    stock = forked.run(program, config, tmp_path / "stock", ranks=ranks, **arguments)
+    ours = forked.run(program, {**config, BLOCK: SHARED}, tmp_path / "ours", ranks=ranks, **arguments)
+    assert "optimizer updates: 50% on the device" in ours[0]["output"]
+    assert "optimizer updates" not in stock[0]["output"]
+    for one, other in zip(stock, ours, strict=True):
+        assert other["losses"] == one["losses"] and other["parameters"] == one["parameters"]
+
+
+# ---- interrupted and refused ----------------------------------------------------------------------------------------
 
 
 @contextmanager
