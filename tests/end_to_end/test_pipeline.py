@@ -14,11 +14,13 @@ import deepspeed
 import forked
 import pytest
 import torch
-from compare import RECOMPUTED, agrees
+from compare import agrees
+from curves.throttled import opened
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from programs_deepspeed import ended
 from support import runs
+from support.modelled_drive import ModelledDrive
 from support.models import Mlp
 from torch import Tensor, nn
 
@@ -99,6 +101,7 @@ def trained(
     is_masked: bool = False,
     is_seeded: bool = False,
     tensor_parallel: int = 1,
+    bytes_per_s: float | None = None,
 ) -> dict[str, Any]:
     """Train a pipeline.
 
@@ -107,6 +110,7 @@ def trained(
         is_masked: stages hand over a tuple.
         is_seeded: PipelineModule seeds every layer.
         tensor_parallel: ranks that divide what stages hand over among them.
+        bytes_per_s: rate of the drives, or None for the machine's own.
     """
     deepspeed.init_distributed(dist_backend="gloo")
     others = deepspeed.comm.get_world_size() // stages
@@ -122,7 +126,8 @@ def trained(
         [first, *(LayerSpec(Block) for _ in range(DEPTH)), last], topology=topology, loss_fn=loss_of,
         partition_method="uniform", checkpointable_layers=["Block"], seed_layers=is_seeded, dynamic_shape=varies,
     )  # fmt: skip
-    engine, *_ = deepspeed.initialize(config=config, model=model, model_parameters=list(model.parameters()))
+    with opened(ModelledDrive(bytes_per_s) if bytes_per_s else None):
+        engine, *_ = deepspeed.initialize(config=config, model=model, model_parameters=list(model.parameters()))
     torch.manual_seed(100 + engine.global_rank)
     data, held_out = (batches(seed, varies, is_masked) for seed in (engine.grid.data_parallel_id, 1000))
     losses = []
@@ -169,8 +174,6 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
     seen = {"steps": 7, "evaluates": True}
     checkpointed, non_reentrant = {"activation_checkpoint_interval": 1}, {"use_reentrant": False}
     held = {**ADAPTIVE, "activation_budget_bytes": 3 << 20}
-    # More than the 4.2 MB that the trial of a block takes.
-    again = {**RECOMPUTED, "activation_budget_bytes": 5_000_000}
     cases = {
         "fp32": (seen, {}, moved),
         "bf16": ({**seen, "tied": True}, {"stage": 1, **BF16}, [ADAPTIVE]),
@@ -179,7 +182,6 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
         "varies": ({"varies": True, "steps": 9}, {}, [ADAPTIVE]),
         "masked": ({"is_masked": True}, {"stage": 1}, [held]),
         "one_stage": ({"stages": 1, "steps": 8}, {}, [ADAPTIVE]),
-        "recomputed": ({"steps": 10, "is_masked": True, "is_seeded": True}, {}, [again]),
     }
     found = train(tmp_path, 2, cases)
     for rank in range(2):
@@ -193,13 +195,23 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
             report = found[name][rank]["report"]
             assert report["plans"] >= 1 and report["plan"]["bytes"]["nvme"] > 0
             assert report["steps"] == report["micro_steps"]
-        recomputed = found["recomputed.0"][rank]["report"]
-        assert recomputed["recomputed_bytes"] > 0 and recomputed["plan"]["recomputed_blocks"] > 0
-        assert found["masked.0"][rank]["report"]["budget_excess_bytes"] == recomputed["budget_excess_bytes"] == 0
+        assert found["masked.0"][rank]["report"]["budget_excess_bytes"] == 0
     excluded = [found["fp32.4"][rank]["report"]["kept_bytes_by_reason"].get(BY_NAME, 0) for rank in range(2)]
     assert excluded[0] == 0 < excluded[1]
     first, last = (found["fp32.0"][rank]["report"]["peak_saved_bytes"] for rank in range(2))
     assert first > 1.9 * last  # the first stage has two micro-batches in flight
+
+
+@pytest.mark.thorough
+def test_stages_recompute_each_what_its_drive_asks_for(tmp_path: Path) -> None:
+    # More than the 4.2 MB that the trial of a block takes.
+    block = {**ADAPTIVE, "activation_budget_bytes": 5_000_000, "recompute": True}
+    options = {"steps": 10, "is_masked": True, "is_seeded": True, "bytes_per_s": 10e6}
+    found = train(tmp_path, 2, {"slow": (options, {}, [block])})
+    for rank in range(2):
+        report = found["slow.0"][rank]["report"]
+        assert report["recomputed_bytes"] > 0 and report["plan"]["recomputed_blocks"] > 0
+        assert report["budget_excess_bytes"] == 0
 
 
 def test_two_stages_of_two_ranks_follow_a_plan_for_each_stage(tmp_path: Path) -> None:
