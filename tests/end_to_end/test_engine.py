@@ -138,7 +138,8 @@ config = {config}
 plain = {{key: value for key, value in config.items() if key != "activation_nvme_offload"}}
 def build(config):
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64))
+    net = torch.nn.Sequential()
+    net.up, net.act, net.down = torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64)
     return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=dict(config))[0]
 def step(engine):
     loss = engine(torch.ones(2048, 64)).float().pow(2).mean()
@@ -154,10 +155,10 @@ def code_of(body: str, directory: Path) -> str:
     return PROGRAM.format(config=runs.with_block(runs.plain_config(), directory), body=textwrap.dedent(body))
 
 
-def program(body: str, directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def program(body: str, directory: Path, *, fails: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
     variables |= {**ALONE, "MASTER_PORT": str(runs.free_port())}
     done = runs.python("-c", code_of(body, directory), timeout_s=120, **variables)
-    assert done.returncode == 0 and done.stdout.endswith("good\n"), done.stdout + done.stderr
+    assert done.returncode == fails and done.stdout.endswith("good\n") != fails, done.stdout + done.stderr
     return done
 
 
@@ -321,6 +322,27 @@ def test_the_offloader_is_built_for_the_device_that_deepspeed_is_about_to_set(tm
     assert devices(None, enabled=False) == ([], [0, 1])
     """
     forked(body, tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("phase", "hook"), [("forward", "forward_pre_hook"), ("backward", "full_backward_pre_hook")], ids=str
+)
+def test_what_filled_the_memory_is_told_and_the_error_stays(tmp_path: Path, phase: str, hook: str) -> None:
+    """Once, although the interpreter ends of the error."""
+    body = f"""
+    engine = build(config)
+    for _ in range(3):
+        step(engine)
+    engine.module.down.register_{hook}(lambda *_: torch.empty(1 << 46))
+    step(engine)
+    """
+    said = program(body, tmp_path, fails=True).stderr
+    told = said[said.index("memory ran out") :]
+    assert said.count("memory ran out") == 1 and "can't allocate memory" in told
+    assert f"rank 0, step 4, in the {phase}, 262144.00 GiB more did not fit" in told and "saved tensors hold" in told
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert "act" in [one["module"] for one in report["holders"]] and "\nact " in told
 
 
 def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:

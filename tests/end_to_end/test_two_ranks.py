@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import forked
+import fsdp
 import pytest
 import torch
 import torch.distributed as dist
-from curves.throttled import opened
-from planners import PLANNERS
-from support import runs, stepping
-from support.modelled_drive import ModelledDrive
-from support.offloaders import watching
-from support.planned_training import ROWS, WIDTH, Model
-from torch import Tensor, nn
+from support import runs
+from torch import nn
 
-from ds_tba import ranks
+from ds_tba import Offloader, ranks
 from ds_tba.device.accelerator import available_bytes
-from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Ranks
 
 pytestmark = pytest.mark.engine
-DRIVE_BYTES_PER_S = 400e6
 TIMEOUT_S = 180  # of a run of seconds: whoever waits longer waits for ever
 STEPS = 18
 CHANGE = 5  # the step from which on a rank does what the other does not
 
 
-def in_force(offloader: ActivationOffloader | None) -> dict[str, Any] | None:
+def in_force(offloader: Offloader) -> dict[str, Any] | None:
     """The plan that the next step follows."""
-    found = offloader.controller.in_force if offloader is not None and offloader.controller is not None else None
+    found = offloader._offloader.controller.in_force
     if found is None:
         return None
     placements = [int(one) for one in found.placements]
@@ -43,36 +35,29 @@ def in_force(offloader: ActivationOffloader | None) -> dict[str, Any] | None:
 
 
 def train(_: None, where: str, case: str, offloads: bool) -> dict[str, Any]:
-    """Train without DeepSpeed; what each step leaves, losses and gradients, and the plan that it followed."""
+    """Train without DeepSpeed; what the steps leave, losses and gradients, and the plan that each step followed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, plans, offloader = dist.get_rank(), [], None
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(Model())
-    if offloads:
-        own = Path(where, f"{case}{rank}")
-        own.mkdir()
-        io = {"staging_bytes": 16 << 20, "swap_file_bytes": 64 << 20}
-        with opened(ModelledDrive(DRIVE_BYTES_PER_S)):
-            offloader = watching(own, model, PLANNERS["adaptive"], Ranks(), rank=rank, max_step_overhead=1000.0, io=io)
-    chance = torch.Generator().manual_seed(rank)
-    torch.manual_seed(100 + rank)
-
-    def batches() -> Iterator[Tensor]:
+    rank, steps, plans, report, offloader = dist.get_rank(), [], [], None, None
+    model = fsdp.made("ddp", "none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ExitStack() as stack:
+        if offloads:
+            own = Path(where, f"{case}{rank}")
+            own.mkdir()
+            io = {"backend": "posix", "staging_bytes": 16 << 20, "swap_file_bytes": 64 << 20}
+            keys = {"nvme_path": str(own), "min_tensor_bytes": 4096, "max_step_overhead": 1000.0, "io": io}
+            offloader = stack.enter_context(Offloader(model, **keys))
         for step in range(STEPS):
             if step == CHANGE and rank == 1 and case == "saves":  # one more storage, and no more time
-                model.module.head = nn.Sequential(nn.Sigmoid(), nn.Tanh(), model.module.head)
-            plans.append(in_force(offloader))
-            yield torch.randn(ROWS * (3 if rank == 1 and case == "sizes" else 1), WIDTH, generator=chance)
-
-    steps = stepping.train(model, offloader, batches())
-    digests = [hashlib.sha256(b"".join(one.numpy().tobytes() for one in step)).hexdigest() for step in steps]
-    found = {"steps": digests, "plans": plans}
-    if offloader is not None:
-        found["report"] = offloader.report().to_dict()
-        offloader.close()
-    dist.barrier()
-    return found
+                model.module.head = nn.Sequential(nn.Sigmoid(), nn.Tanh())
+            plans.append(None if offloader is None else in_force(offloader))
+            rows = fsdp.ROWS * (3 if rank == 1 and case == "sizes" else 1)
+            steps.append(fsdp.train(model, optimizer, offloader, range(step, step + 1), rows, rank))
+        if offloader is not None:
+            report = offloader.report().to_dict()
+    dist.destroy_process_group()
+    return {"steps": steps, "plans": plans, "report": report}
 
 
 def check(directory: Path, case: str) -> list[dict[str, Any]]:

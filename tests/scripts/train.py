@@ -30,21 +30,8 @@ class Block(nn.Module):
         return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
-class Net(nn.Module):
-    def __init__(self, width=128):
-        super().__init__()
-        self.first, self.last = nn.Linear(width, width), nn.Linear(width, 1)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
-
-    def forward(self, x, y):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.mse_loss(self.last(x).float(), y)
-
-
 torch.manual_seed(0)
-model = Net()
+model = nn.Sequential(nn.Linear(128, 128), *(Block(128) for _ in range(4)), nn.Linear(128, 1))
 engine, *_ = deepspeed.initialize(args=options, model=model, model_parameters=model.parameters())
 rank = engine.global_rank
 dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
@@ -53,7 +40,7 @@ torch.manual_seed(100 + rank)
 for _ in range(options.steps * engine.gradient_accumulation_steps()):
     x = torch.randn(options.tokens, 128, generator=chance).to(engine.device, dtype)
     y = torch.randn(options.tokens, 1, generator=chance).to(engine.device)
-    loss = engine(x, y)
+    loss = nn.functional.mse_loss(engine(x).float(), y)
     time.sleep(options.pause_s)
     engine.backward(loss)
     engine.step()

@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import signal
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,20 +15,38 @@ from types import SimpleNamespace
 from typing import Any
 
 import forked
-import pinning_programs as programs
 import pytest
 import torch
-from pinning_programs import Pins
 from support import runs
-from update_programs import CHUNKS, ds_config
+from support.late_device import LateDevice
+from update_programs import CHUNKS, build, ds_config, steps
 
 from ds_tba.device.accelerator import PAGE_BYTES
-from ds_tba.update import pinning
+from ds_tba.update import UpdateConfig, pinning, zero3
 from ds_tba.update.pinning import Registry
 from ds_tba.update.updater import chunks_of
 
 MEBIBYTE = 1 << 20
 PINNED_MEBIBYTE = MEBIBYTE - PAGE_BYTES  # of memory that begins and ends within a page
+
+
+class Pins:
+    """Remembers what is pinned, as CUDA does."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.pinned: dict[int, int] = {}
+        self.tried = 0
+        self.refuses = refuses
+
+    def register(self, address: int, nbytes: int) -> bool:
+        self.tried += 1
+        if self.refuses:
+            return False
+        self.pinned[address] = nbytes
+        return True
+
+    def unregister(self, address: int) -> None:
+        del self.pinned[address]
 
 
 def in_page(nbytes: int, offset: int = 64) -> torch.Tensor:
@@ -190,12 +209,48 @@ def test_a_child_goes_through_its_exit_and_frees_nothing_that_it_has_not() -> No
 # ---- a run
 
 
+class _AsCuda(LateDevice):
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def loads(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that is loaded in mid-run, with pinned moments."""
+    pins, folder = Pins(), str(Path.cwd() / "checkpoint")
+    zero3.CudaDriver = lambda: pins  # type: ignore[assignment,misc]
+    engine = build(config)
+    device, zero = _AsCuda(longest_pause_s=0.001), engine.optimizer
+    update = zero3.InterleavedUpdate(UpdateConfig.model_validate(block), device, zero)
+    engine.interleaved_optimizer_update = update
+    counts = [len(pins.pinned)]
+    for _ in range(2):
+        steps(engine, 1)
+        counts.append(len(pins.pinned))
+    found: dict[str, Any] = {"pinned": counts, "pinned_bytes": update.report().pinned_bytes}
+    engine.save_checkpoint(folder, tag="2")
+    steps(engine, 2, seed=2)
+    states = [zero.optimizer.state[master] for master in zero.fp32_partitioned_groups_flat]
+    storages = [state[name].untyped_storage() for state in states for name in ("exp_avg", "exp_avg_sq")]
+    places = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+    others = sorted(address for address in pins.pinned if not any(start <= address < stop for start, stop in places))
+    moments = [weakref.ref(storage) for storage in storages]
+    found |= {"pinned moments": len(pins.pinned) - len(others), "moments": len(moments)}
+    del states, storages
+    engine.load_checkpoint(folder, tag="2")
+    found["freed"] = sum(moment() is None for moment in moments)
+    found["masters and gradients stay"] = bool(others) and sorted(pins.pinned) == others
+    found["goes on"] = steps(engine, 2, seed=2)
+    engine.load_checkpoint(folder, tag="2")
+    found["goes on again"] = steps(engine, 2, seed=2)
+    return found
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("limit_bytes", [None, 10**9])
 def test_what_is_there_is_pinned_and_let_go_when_a_load_replaces_it(limit_bytes: int | None, tmp_path: Path) -> None:
     """With a limit whole sub-groups come first, which are whole in the first step only."""
     block = {**CHUNKS, "exact": False, "device_share": 0.5, "pinned_bytes": limit_bytes}
-    (found,) = forked.run(programs.loads, ds_config(bf16={"enabled": True}), tmp_path, block=block)
+    (found,) = forked.run(loads, ds_config(bf16={"enabled": True}), tmp_path, block=block)
     at_start, first, second = found["pinned"]
     assert first == second > 0 and at_start == (0 if limit_bytes else first // 2)
     assert found["pinned_bytes"] > 0

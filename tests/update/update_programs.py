@@ -199,7 +199,6 @@ SCHEDULE = {"scheduler": {"type": "WarmupDecayLR", "params": WARMUP}}
 L2 = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}}}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({}, "one"),
-    "bf16": (BF16, "one"),
     "bf16, clipped": ({**BF16, "gradient_clipping": 0.01}, "one"),
     "bf16, accumulated": ({**BF16, "gradient_accumulation_steps": 2}, "decay"),
     "bf16, groups with other betas": ({**BF16, **SCHEDULE}, "betas"),
