@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import traces
-from support.judging import GRACE_S, is_allowed, is_no_worse
-from support.replays import cost, run
+from support.replays import GRACE_S, cost, is_allowed, is_no_worse, run
 from support.traces import SIZE, UNLIMITED, layers, one_block, pipeline, storage
 
 from ds_tba.config import OffloadConfig, Placement
