@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 from operator_page import OperatorPage
-from support.compatibility_table import CompatibilityTable, covering
 from support.disks import EXT4, MIB, Disk, mounted, run, until
 from support.doubles import Accelerator
-from support.fault_table import FaultTable
 from support.runs import SHARED
+from support.tables import CompatibilityTable, FaultTable, covering
 from support.victims import NoVictims, Victims, serving
 
 from ds_tba.cli import main

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from support import runs
-from support.placed import fixed
 from support.planned import peak_of, small
+from support.replays import fixed
 from torch import nn
 
 from ds_tba.cli.plan.dry_run import OpClock, dry_run

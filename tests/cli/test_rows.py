@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import runs
-from support.placed import fixed
+from support.replays import fixed
 from support.traces import SIZE, resources
 from torch.nn import functional
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import COMPATIBILITY, REMATERIALIZED, TABLE
-from support.compatibility_table import CompatibilityTable, rows_in
-from support.fault_table import faults_in
+from support.tables import CompatibilityTable, faults_in, rows_in
 
 DOCS = Path(__file__).parents[2] / "docs"
 FAULTS = DOCS / "evidence/faults.md"

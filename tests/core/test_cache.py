@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import AlarmError, StoreFactory
 from support.doubles import wait_for_writes
-from support.each_hazard import cache_over
+from support.hazards import cache_over
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Accelerator

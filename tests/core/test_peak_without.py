@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import hazards
-from support.each_hazard import Scenario
+from support.hazards import Scenario
 from support.offloaders import make
 
 from ds_tba.core.cache import TensorCache

@@ -9,7 +9,7 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, in_turn, part_of, wait_for_writes
-from support.prefetching import Spy, cache_over, chain
+from support.prefetching import cache_over, chain, spied
 from support.stores import CPU, MIB, bytes_read, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
@@ -184,7 +184,7 @@ def test_reading_ahead_begins_with_the_first_unpack_of_anything(make_store: Stor
     cache, seen = cache_over(store), list[set[PartState]]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():
-        y = Spy.apply(chain(x, 8), LAST[last](), lambda: seen.append(states(tickets)))
+        y = spied(chain(x, 8), LAST[last](), lambda: seen.append(states(tickets)))
     tickets = tickets_of(cache)
     wait_for_writes(store)
     assert len(tickets) == 8 and states(tickets) == STORED
@@ -200,10 +200,10 @@ def test_what_is_unpacked_in_forward_begins_nothing(make_store: StoreFactory) ->
     with cache.saving():
         early = chain(x, 4)
         wait_for_writes(store)
-        inner = Spy.apply(x, torch.ones(4), lambda: seen.append(states(tickets_of(cache))))
+        inner = spied(x, torch.ones(4), lambda: seen.append(states(tickets_of(cache))))
         torch.autograd.grad(inner.sum(), x)
         torch.autograd.grad(chain(x, 1).sum(), x)  # unpacks what was moved, too
-        y = Spy.apply(chain(early, 4), torch.ones(4), lambda: seen.append(states(tickets)))
+        y = spied(chain(early, 4), torch.ones(4), lambda: seen.append(states(tickets)))
     tickets = tickets_of(cache)
     wait_for_writes(store)
     y.sum().backward()
@@ -218,7 +218,7 @@ def test_of_several_forwards_only_that_whose_backward_begins_is_read_ahead(make_
     outputs, tickets = [], []
     for _ in range(3):
         with cache.saving():
-            outputs.append(Spy.apply(chain(x, 2), torch.ones(4), lambda: seen.append([*map(states, tickets)])))
+            outputs.append(spied(chain(x, 2), torch.ones(4), lambda: seen.append([*map(states, tickets)])))
         tickets.append(tickets_of(cache))
     wait_for_writes(store)
     outputs[1].sum().backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support import hazards
-from support.each_hazard import cache_over
+from support.hazards import cache_over
 from torch import Tensor, nn
 
 from ds_tba.core.tensors import Eligibility, Gate, attributes_of, is_owned, mark_all_owned, mark_owned, stamp_of

@@ -11,7 +11,7 @@ import torch
 from conftest import Closing, StoreFactory
 from support import hazards
 from support.disks import until
-from support.each_hazard import Scenario, scenarios
+from support.hazards import Scenario, scenarios
 from support.late_device import POISON, LateDevice
 from support.models import Mlp, Stack
 from torch import Tensor, nn

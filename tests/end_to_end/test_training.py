@@ -74,7 +74,7 @@ def test_a_bad_config_ends_every_rank_before_training(tmp_path: Path) -> None:
 
 def test_a_disabled_block_hooks_nothing_whatever_is_in_it(tmp_path: Path) -> None:
     off = {"enabled": False, "placment": 3, "io": "auto", "max_step_overhead": 2}
-    plain = runs.run_once(runs.plain_config(), tmp_path)
+    plain = runs.run(runs.plain_config(), tmp_path)
     blocks = {"activation_nvme_offload": off, "activation_offload": off, "interleaved_optimizer_update": off}
     result = runs.run({**runs.plain_config(), **blocks}, tmp_path)
     assert result.returncode == 0 and result.outcome == plain.outcome

@@ -16,7 +16,7 @@ import torch
 from conftest import Closing
 from support import hazards, stepping
 from support.doubles import wait_for_writes
-from support.each_hazard import Scenario, scenarios
+from support.hazards import Scenario, scenarios
 from support.models import Mlp, Stack
 from support.stepping import offloader_of
 from torch import nn

@@ -27,7 +27,7 @@ from planners import PLANNERS
 from support import hazards
 from support import planned_training as controlled
 from support.doubles import wait_for_writes
-from support.each_hazard import Scenario, mutations, scenarios
+from support.hazards import Scenario, mutations, scenarios
 from support.late_stores import Make, failing_writes, in_host_memory, over_nvme, slow_reads, slow_writes
 from support.stores import bytes_read, nothing_is_held
 from torch.nn import functional

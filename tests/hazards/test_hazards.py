@@ -8,7 +8,7 @@ import pytest
 from conftest import StoreFactory
 from support import hazards, runs
 from support.doubles import Accelerator, ScriptedBackend, fails, slow
-from support.each_hazard import Scenario, cache_over, mutations, scenarios
+from support.hazards import Scenario, cache_over, mutations, scenarios
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache

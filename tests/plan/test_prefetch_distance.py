@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.doubles import EventAccelerator, wait_for_writes
-from support.prefetching import KIB, Spy, cache_over, chain
+from support.prefetching import KIB, cache_over, chain, spied
 
 from ds_tba.core.prefetch import MicroStep, Phase
 
@@ -99,7 +99,7 @@ def test_in_a_backward_no_more_lies_on_the_device_than_the_distance_says(make_st
         cache.forward.micro_step.prefetch_distance = (2,) * 8
         y = x
         for _ in range(8):
-            y = Spy.apply(chain(y, 1), torch.ones(4), lambda: ahead.append(store.read_ahead.prefetched_bytes))
+            y = spied(chain(y, 1), torch.ones(4), lambda: ahead.append(store.read_ahead.prefetched_bytes))
     wait_for_writes(store)
     y.sum().backward()
     assert len(ahead) == 8 and max(ahead) == ahead[0] == 2 * 64 * KIB

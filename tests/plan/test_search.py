@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planners import PLANNERS, teraio
 from support import traces
-from support.judging import GRACE_S, is_allowed, is_no_worse
+from support.replays import GRACE_S, is_allowed, is_no_worse
 from support.traces import SIZE, layers, pipeline, storage, uneven_layers
 
 from ds_tba.config import Placement

@@ -25,7 +25,7 @@ from collections import Counter
 import torch
 
 from programs import budgets, chains, running, trainings
-from programs.kind import Kind, Outcome, shown
+from programs.kind import Kind, shown
 
 KINDS = {
     "trainings": Kind(trainings.draw, running.check),
@@ -43,13 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--repeat", type=int, default=1, help="times that each seed is drawn")
     parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="of one draw, which then counts as a hang")
-    parser.add_argument("--describe", action="store_true", help="print the programs, and run none")
     options = parser.parse_args(argv)
     kind = KINDS[options.kind]
     seeds = range(options.seed, options.seed + options.draws)
-    if options.describe:
-        print("\n".join(str(kind.draw(seed)) for seed in seeds))
-        return 0
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("ds_tba").propagate = False
@@ -61,33 +57,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(kind: Kind, seeds: range, options: argparse.Namespace, directory: str) -> int:
-    started_s, outcomes = time.monotonic(), list[tuple[int, Outcome]]()
+    started_s, failed, tally = time.monotonic(), list[int](), Counter[str]()
     for seed in itertools.chain.from_iterable([seed] * options.repeat for seed in seeds):
         print(f"seed {seed}", file=sys.stderr, flush=True)  # before the stacks of one that hangs or dies
         faulthandler.dump_traceback_later(options.limit_s, exit=True)
         program = kind.draw(seed)
         outcome = kind.check(program, directory)
         faulthandler.cancel_dump_traceback_later()
-        outcomes.append((seed, outcome))
+        tally += outcome.tally
         if outcome.failures:
+            failed.append(seed)
             print(shown(program, outcome), flush=True)
             print(f"  again: PYTHONPATH=tests python -m programs {options.kind} --seed {seed} --draws 1 --repeat 5")
-    print(summary(outcomes, time.monotonic() - started_s))
-    return int(any(outcome.failures for _, outcome in outcomes))
-
-
-def summary(outcomes: list[tuple[int, Outcome]], elapsed_s: float) -> str:
-    """Say in a few lines how many draws there were, which seeds failed how, and what was exercised."""
-    failed = sorted({(kind, seed) for seed, outcome in outcomes for kind in outcome.kinds})
-    lines = [f"{len(outcomes)} draws in {elapsed_s:.0f} s; {len({seed for _, seed in failed})} seeds failed"]
-    for kind, many in itertools.groupby(failed, lambda one: one[0]):
-        lines.append(f"  {kind}: seeds {', '.join(str(seed) for _, seed in many)}")
-    tally: Counter[str] = sum((outcome.tally for _, outcome in outcomes), Counter())
-    groups: dict[str, list[str]] = {}
-    for key, count in tally.most_common():
-        what, _, which = key.partition(": ")
-        groups.setdefault(what, []).append(f"{which} {count}".strip())
-    return "\n".join([*lines, *(f"  {what}: {', '.join(texts)}" for what, texts in groups.items())])
+    print(f"{len(seeds) * options.repeat} draws in {time.monotonic() - started_s:.0f} s; failed: {failed or 'none'}")
+    print("; ".join(f"{what}: {count}" for what, count in sorted(tally.items())))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

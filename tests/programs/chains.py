@@ -29,10 +29,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch._dynamo  # which optimizers and checkpoints import late: it is no part of a draw
@@ -71,8 +71,7 @@ ERRORS = {"Boom", "modified", "freed", "no derivative"}
 # ---- a program ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One op, with the places of its arguments in the pool."""
 
     name: str
@@ -203,15 +202,6 @@ class Chain:
         return (
             self.step.kind in WHOLE and self.step.how != "again" and not names.intersection(CHOICES["cheap"].specials)
         )
-
-    def __str__(self) -> str:
-        shown = (one.name for one in fields(self) if one.name not in ("kind", "seed", "lines"))
-        settings = ", ".join(f"{name} {getattr(self, name)!r}" for name in shown)
-        ops = "\n".join(
-            f"    {place}: {line.name}[{line.seed}]({line.first}, {line.second})"
-            for place, line in enumerate(self.lines, CHOICES[self.kind].first)
-        )
-        return f"{self.kind} program of seed {self.seed}: {settings}\n{ops}"
 
 
 def draw(kind: str, seed: int) -> Chain:
@@ -477,7 +467,11 @@ def _compare(program: Chain, stores: list[Store[Any]]) -> Outcome:
         failures = [] if tally["found later"] else failures
     more_calls = ours.calls - reference.calls
     failures += [Failure("calls", f"more than without us: {more_calls}")] if more_calls else []
-    tally += counted(program, plain, sites)
+    summary = sites.summary()
+    tally += named("proven", Counter(summary["rematerialized_sites"]))
+    tally += named("refused", Counter(summary["refused_sites"])) + named("op", (line.name for line in program.lines))
+    tally += named("error", errors_in(plain))
+    tally["finite"] += plain.is_finite
     tally["made again"] = cache.stats.rematerialized_bytes > 0
     del reference, ours
     left = after_a_while(lambda: held(cache), SETTLE_S)
@@ -486,15 +480,6 @@ def _compare(program: Chain, stores: list[Store[Any]]) -> Outcome:
 
 MAKE: dict[str, Callable[[str], Any]] = {"nvme": _nvme, "host": lambda _: HostStore(Accelerator(), 16 << 20)}
 KINDS = {kind: Kind(partial(draw, kind), check) for kind in CHOICES}
-
-
-def counted(program: Chain, plain: Tape, sites: Sites) -> Counter[str]:
-    summary = sites.summary()
-    tally = named("proven", Counter(summary["rematerialized_sites"]))
-    tally += named("refused", Counter(summary["refused_sites"])) + named("op", (line.name for line in program.lines))
-    tally += named("error", errors_in(plain))
-    tally["finite"] += plain.is_finite
-    return tally
 
 
 def errors_in(tape: Tape) -> list[str]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+SHOWN = 5  # of the programs that fail
+
 
 class Failure(NamedTuple):
     """One thing that is wrong about a program: one word to sort by, and the rest."""
@@ -51,16 +53,17 @@ def shown(program: object, outcome: Outcome) -> str:
     return "\n  ".join([str(program), *map(str, outcome.failures)])
 
 
-def check_all(kind: Kind, seeds: Iterable[int], directory: Path) -> tuple[Counter[str], list[str]]:
-    """Check the programs of these seeds; return what was exercised, and those that fail."""
+def check_all(kind: Kind, chunk: int, draws: int, directory: Path) -> Counter[str]:
+    """Check the programs of a chunk of so many seeds, of which none may fail; return what was exercised."""
     tally, failed = Counter[str](), []
-    for seed in seeds:
+    for seed in range(chunk * draws, (chunk + 1) * draws):
         program = kind.draw(seed)
         outcome = kind.check(program, str(directory))
         tally += outcome.tally
         if outcome.failures:
             failed.append(shown(program, outcome))
-    return tally, failed
+    assert not failed, "\n\n".join([f"{len(failed)} of {draws} draws", *failed[:SHOWN]])
+    return tally
 
 
 def part_of(tally: Counter[str], name: str) -> Counter[str]:

@@ -19,7 +19,6 @@ from programs.trainings import Program
 DRAWS = 6
 # The first is a part of every run of the tests, the others of ``make test-all``.
 CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 12))]
-SHOWN = 3  # of those that fail
 ROWS_OF_A_MIB = 4 * KIB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,9 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) -> None:
-    tally, failed = check_all(Kind(draw, check), range(chunk * DRAWS, (chunk + 1) * DRAWS), tmp_path)
+    tally = check_all(Kind(draw, check), chunk, DRAWS, tmp_path)
     print(dict(tally))
-    assert not failed, "\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Else it would prove nothing.
     assert tally["moved"] > DRAWS / 2 and tally["holdable"] > DRAWS / 4 and tally["plans"] > DRAWS / 2
 

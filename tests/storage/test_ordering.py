@@ -14,7 +14,7 @@ from support import hazards
 from support import late_stores as late
 from support.disks import until
 from support.doubles import Gate, ScriptedBackend, raising, wait_for_writes
-from support.each_hazard import Scenario, scenarios
+from support.hazards import Scenario, scenarios
 from support.late_device import LateDevice
 from support.late_stores import KIB, Make
 from support.offloaders import make as make_offloader

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,13 +126,7 @@ class FakeCuFile:
             os.close(fd)
         self._kvikio.open_files -= 1
 
-    def pwrite(self, memory: Any, size: int, file_offset: int, task_size: int) -> IOFuture:
-        return self._submit("write", memory, size, file_offset)
-
-    def pread(self, memory: Any, size: int, file_offset: int, task_size: int) -> IOFuture:
-        return self._submit("read", memory, size, file_offset)
-
-    def _submit(self, verb: str, memory: Any, size: int, offset: int) -> IOFuture:
+    def _submit(self, verb: str, memory: Any, size: int, file_offset: int, task_size: int) -> IOFuture:
         kvikio = self._kvikio
         address = self._address(memory)
         with kvikio.lock:
@@ -146,7 +141,7 @@ class FakeCuFile:
                 action = kvikio.script(verb, number)
                 nbytes = size // 2 // 4096 * 4096 if action == "short" else size
                 call = os.pwritev if verb == "write" else os.preadv
-                moved: int = call(self._fds[0], [(ctypes.c_char * nbytes).from_address(address)], offset)
+                moved: int = call(self._fds[0], [(ctypes.c_char * nbytes).from_address(address)], file_offset)
                 if verb == "read" and moved < nbytes:
                     raise RuntimeError("POSIX error on pread: EOF")
             except OSError as error:
@@ -157,6 +152,8 @@ class FakeCuFile:
             return moved
 
         return IOFuture(kvikio.pool.submit(task))
+
+    pwrite, pread = partialmethod(_submit, "write"), partialmethod(_submit, "read")
 
     def _address(self, memory: Any) -> int:
         if self._kvikio.settings["compat_mode"] is CompatMode.ON:

@@ -18,6 +18,7 @@ from inspect import isgeneratorfunction, signature
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -1070,6 +1071,20 @@ MUTATIONS: list[Scenario] = [one for name, one in list(globals().items()) if nam
 
 # ---- running them ---------------------------------------------------------------------------------------------------
 
+# Decorators that run a test over every hazard.
+scenarios = pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(one, marks=[pytest.mark.moves_nothing] if one in MOVE_NOTHING else [], id=one.__name__)
+        for one in SCENARIOS
+    ],
+)
+mutations = pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.__name__)
+
+
+def cache_over(store: NvmeStore | None, *, wait: bool = False) -> TensorCache:
+    return TensorCache([] if store is None else [store], "cpu", MIN_BYTES, wait_for_staging=wait)
+
 
 def on(device: str | None) -> AbstractContextManager[Any]:
     """Where tensors are made that name no device; None leaves it as it is."""
@@ -1141,18 +1156,14 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def nvme_cache(
-    directory: Path, accelerator: Accelerator | None = None, *, wait: bool = True, staging_bytes: int = 4 << 20
-) -> Iterator[TensorCache]:
+def nvme_cache(directory: Path, accelerator: Accelerator | None = None) -> Iterator[TensorCache]:
     """A cache over a store in ``directory``."""
-    accelerator = accelerator or Accelerator()
-    backend = PosixBackend()
-    ring = StagingRing(accelerator, backend, staging_bytes)
+    accelerator, backend = accelerator or Accelerator(), PosixBackend()
+    ring = StagingRing(accelerator, backend, 4 << 20)
     store = NvmeStore([SwapFile(directory, 256 << 20)], backend, ring, Lanes(2, 2), "sampled")
     try:
         asynchronous = None if accelerator.is_synchronous else accelerator
-        device = accelerator.device()
-        yield TensorCache([store], device, MIN_BYTES, wait_for_staging=wait, accelerator=asynchronous)
+        yield TensorCache([store], accelerator.device(), MIN_BYTES, wait_for_staging=True, accelerator=asynchronous)
     finally:
         store.close()
 

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.storage.nvme import NvmeStore
+from support.awkward import Read, function
 
 KIB = 1 << 10
 
 
-class Spy(torch.autograd.Function):
-    """Saves a tensor; its backward unpacks that, then calls back."""
+def spied(x: Tensor, saved: Tensor, seen: Callable[[], None]) -> Tensor:
+    """Return a copy; its backward unpacks ``saved``, then calls back."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, saved: torch.Tensor, seen: Callable[[], None]) -> torch.Tensor:
-        ctx.save_for_backward(saved)
-        ctx.seen = seen
-        return x.clone()
+    def gradient(grad: Tensor, read: Read) -> Tensor:
+        read()
+        seen()
+        return grad
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        (_,) = ctx.saved_tensors
-        ctx.seen()
-        return grads[0], None, None
+    return function(lambda a, saved: (a.clone(), [saved]), gradient)(x, saved)
 
 
 def cache_over(store: NvmeStore) -> TensorCache:
     return TensorCache([store], "cpu", 64 * KIB)
 
 
-def chain(x: torch.Tensor, length: int) -> torch.Tensor:
+def chain(x: Tensor, length: int) -> Tensor:
     for _ in range(length):
         x = x.exp().log()
     return x
