@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Program, ProgramFailed, run, run_once
+from forked import Program, run, run_once
 from support.runs import plain_config, with_block
 
 MIB = 1 << 20
@@ -70,6 +70,7 @@ class Way:
         name: of the row, with ``{}`` for the stage, or without it at its end.
         decides: the stage whose row does.
         config: of DeepSpeed, for a stage.
+        blocks: by the stage, where ``block`` is none.
         says: what the row says; it may check more.
     """
 
@@ -82,12 +83,16 @@ class Way:
     ranks: int = 1
     config: Callable[[int], dict[str, Any]] = config_of
     block: dict[str, Any] | None = None
+    blocks: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    must_move: bool = True
     says: Callable[[Compared], str] = str
     marks: Sequence[Any] = ()
 
-    def compared(self, stage: int, directory: Path, **more: Any) -> Compared:
-        options = {"ranks": self.ranks, "block": self.block, **self.arguments, **more}
-        return compare(self.program, self.config(stage), directory, **options)
+    def compared(self, stage: int, directory: Path) -> Compared:
+        return compare(
+            self.program, self.config(stage), directory, ranks=self.ranks, must_move=self.must_move,
+            block=self.block or self.blocks.get(stage), **self.arguments,
+        )  # fmt: skip
 
 
 def rows(section: str, ways: Iterable[Way]) -> list[Any]:
@@ -102,10 +107,10 @@ def rows(section: str, ways: Iterable[Way]) -> list[Any]:
     ]  # fmt: skip
 
 
-def recomputed(compared: Compared) -> str:
-    """What a row says in which every rank recomputes."""
-    assert all(report["recomputed_bytes"] > 0 for report in compared.reports)
-    return str(compared)
+def common_plan(reports: Sequence[dict[str, Any]]) -> None:
+    """Check that all ranks follow one plan; the reason and the time are a rank's own."""
+    plans = [{**report["plan"], "reason": "", "measured_step_s": None} for report in reports]
+    assert plans == [plans[0]] * len(reports)
 
 
 def compare(
@@ -148,13 +153,3 @@ def agrees(
     compared = Compared(ours, plain)
     assert not must_move or compared.total("offloaded") > 0, "no byte was moved"
     return compared
-
-
-def refusal(program: Program, config: dict[str, Any], directory: Path, match: str) -> str:
-    """The message with which a run with the block ends before it trains."""
-    with pytest.raises(ProgramFailed, match=match) as failed:
-        run(program, with_block(config, directory, **SMALL), directory / "block")
-    lines = str(failed.value).strip().splitlines()
-    # Not the last one: what DeepSpeed has said before may be written only at the end.
-    told = [line for line in lines if line.startswith("ds_tba.errors.")] or lines
-    return f"refused: {told[-1].partition(': ')[2]}"

@@ -25,15 +25,42 @@ DECODER: dict[str, Any] = {**WIDTHS, "num_key_value_heads": 2, "pad_token_id": 0
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
+Draw = Callable[[int, torch.Generator], Any]
+
+
+def integers(high: int, *shape: int) -> Draw:
+    """What draws such an input for so many samples."""
+    return lambda samples, chance: torch.randint(0, high, (samples, *shape), generator=chance)
+
+
+def normal(*shape: int) -> Draw:
+    return lambda samples, chance: torch.randn(samples, *shape, generator=chance)
+
+
+def masks(samples: int, chance: torch.Generator) -> Tensor:
+    """Of texts of several lengths."""
+    lengths = torch.randint(LENGTH // 2, LENGTH, (samples, 1), generator=chance)
+    return (torch.arange(LENGTH) < lengths).long()
+
+
+TEXT, PICTURE, NOISE = integers(WORDS, LENGTH), normal(3, PIXELS, PIXELS), normal(4, PIXELS, PIXELS)
+OF_TEXT: dict[str, Draw] = {"input_ids": TEXT, "labels": TEXT}
+OF_CLASS: dict[str, Draw] = {"labels": integers(2)}
+NOISY: dict[str, Draw] = {"sample": NOISE, "noise": NOISE, "timestep": integers(1000)}
+
+
 @dataclass(frozen=True)
 class Model:
-    """How to build a model, and a batch of so many samples from a random generator."""
+    """How to build a model, and how to draw each of its inputs."""
 
     build: Callable[[], nn.Module]
-    batch: Callable[[int, torch.Generator], dict[str, Any]]
+    inputs: dict[str, Draw]
+
+    def batch(self, samples: int, chance: torch.Generator) -> dict[str, Any]:
+        return {name: draw(samples, chance) for name, draw in self.inputs.items()}
 
 
-def hf(name: str, batch: Callable[[int, torch.Generator], dict[str, Any]], **settings: Any) -> Model:
+def hf(name: str, inputs: dict[str, Draw], **settings: Any) -> Model:
     """A model of Transformers."""
 
     def build() -> nn.Module:
@@ -42,49 +69,7 @@ def hf(name: str, batch: Callable[[int, torch.Generator], dict[str, Any]], **set
         of = getattr(transformers, name)
         return of(of.config_class(**settings))
 
-    return Model(build, batch)
-
-
-def words(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
-    text = torch.randint(0, WORDS, (batch, LENGTH), generator=chance)
-    return {"input_ids": text, "labels": text}
-
-
-def padded_words(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
-    """Texts of several lengths, each with a class."""
-    lengths = torch.randint(LENGTH // 2, LENGTH, (batch, 1), generator=chance)
-    return {
-        "input_ids": torch.randint(0, WORDS, (batch, LENGTH), generator=chance),
-        "attention_mask": (torch.arange(LENGTH) < lengths).long(),
-        "labels": torch.randint(0, 2, (batch,), generator=chance),
-    }
-
-
-def pictures(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
-    return {
-        "pixel_values": torch.randn(batch, 3, PIXELS, PIXELS, generator=chance),
-        "labels": torch.randint(0, 2, (batch,), generator=chance),
-    }
-
-
-def sounds(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
-    return {
-        "input_features": torch.randn(batch, MELS, FRAMES, generator=chance),
-        "labels": torch.randint(0, WORDS, (batch, LENGTH), generator=chance),
-    }
-
-
-def captions(batch: int, chance: torch.Generator) -> dict[str, Any]:
-    return {
-        "pixel_values": pictures(batch, chance)["pixel_values"],
-        "input_ids": words(batch, chance)["input_ids"],
-        "return_loss": True,
-    }
-
-
-def bytes_to_foretell(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
-    text = torch.randint(0, WORDS, (batch, LENGTH + 1), generator=chance)
-    return {"inputs": text[:, :-1], "targets": text[:, 1:]}
+    return Model(build, inputs)
 
 
 class Denoiser(nn.Module):
@@ -101,23 +86,10 @@ class Denoiser(nn.Module):
         return SimpleNamespace(loss=functional.mse_loss(found[:, : noise.shape[1]], noise))
 
 
-def noisy(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
-    sample, noise = torch.randn(2, batch, 4, PIXELS, PIXELS, generator=chance)
-    return {"sample": sample, "noise": noise, "timestep": torch.randint(0, 1000, (batch,), generator=chance)}
-
-
-def noisy_with_caption(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
-    return {**noisy(batch, chance), "encoder_hidden_states": torch.randn(batch, 8, WIDTH, generator=chance)}
-
-
-def noisy_with_class(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
-    return {**noisy(batch, chance), "class_labels": torch.randint(0, 1000, (batch,), generator=chance)}
-
-
 def clip() -> nn.Module:
     text = {**WIDTHS, "max_position_embeddings": LENGTH, "attention_dropout": 0.1}
     vision = {**WIDTHS, "image_size": PIXELS, "patch_size": 4}
-    built = hf("CLIPModel", captions, projection_dim=WIDTH, text_config=text, vision_config=vision).build()
+    built = hf("CLIPModel", {}, projection_dim=WIDTH, text_config=text, vision_config=vision).build()
     # DeepSpeed 0.19.8 cannot broadcast a parameter without dimensions.
     built.logit_scale = nn.Parameter(built.logit_scale.detach().reshape(1))
     return built
@@ -131,35 +103,37 @@ def our_gpt() -> nn.Module:
 
 
 MODELS = {
-    "GPT-2": hf("GPT2LMHeadModel", words, vocab_size=WORDS, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=LENGTH),
-    "Llama": hf("LlamaForCausalLM", words, **DECODER, attention_dropout=0.1),
-    "Llama with tied embeddings": hf("LlamaForCausalLM", words, **DECODER, tie_word_embeddings=True),
-    "BERT": hf("BertForSequenceClassification", padded_words, **WIDTHS),
-    "T5": hf("T5ForConditionalGeneration", words, vocab_size=WORDS, d_model=WIDTH, d_kv=16, d_ff=2 * WIDTH,
+    "GPT-2": hf("GPT2LMHeadModel", OF_TEXT, vocab_size=WORDS, n_embd=WIDTH, n_layer=LAYERS, n_head=4,
+        n_positions=LENGTH),
+    "Llama": hf("LlamaForCausalLM", OF_TEXT, **DECODER, attention_dropout=0.1),
+    "Llama with tied embeddings": hf("LlamaForCausalLM", OF_TEXT, **DECODER, tie_word_embeddings=True),
+    "BERT": hf("BertForSequenceClassification", {"input_ids": TEXT, "attention_mask": masks, **OF_CLASS}, **WIDTHS),
+    "T5": hf("T5ForConditionalGeneration", OF_TEXT, vocab_size=WORDS, d_model=WIDTH, d_kv=16, d_ff=2 * WIDTH,
         num_layers=LAYERS, num_heads=4, decoder_start_token_id=0),
-    "ViT": hf("ViTForImageClassification", pictures, image_size=PIXELS, patch_size=4, hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1, **WIDTHS),
-    "Mixtral": hf("MixtralForCausalLM", words, **DECODER, **EXPERTS, num_local_experts=4, output_router_logits=True),
-    "Qwen2-MoE": hf("Qwen2MoeForCausalLM", words, **DECODER, **EXPERTS, num_experts=4, moe_intermediate_size=WIDTH,
+    "ViT": hf("ViTForImageClassification", {"pixel_values": PICTURE, **OF_CLASS}, image_size=PIXELS, patch_size=4,
+        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, **WIDTHS),
+    "Mixtral": hf("MixtralForCausalLM", OF_TEXT, **DECODER, **EXPERTS, num_local_experts=4, output_router_logits=True),
+    "Qwen2-MoE": hf("Qwen2MoeForCausalLM", OF_TEXT, **DECODER, **EXPERTS, num_experts=4, moe_intermediate_size=WIDTH,
         shared_expert_intermediate_size=WIDTH),
-    "Qwen3-MoE": hf("Qwen3MoeForCausalLM", words, **DECODER, **EXPERTS, num_experts=4, head_dim=16,
+    "Qwen3-MoE": hf("Qwen3MoeForCausalLM", OF_TEXT, **DECODER, **EXPERTS, num_experts=4, head_dim=16,
         moe_intermediate_size=WIDTH),
-    "Mamba-2": hf("Mamba2ForCausalLM", words, vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS,
+    "Mamba-2": hf("Mamba2ForCausalLM", OF_TEXT, vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS,
         num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=16),
-    "DeepSeek-V3 (MLA)": hf("DeepseekV3ForCausalLM", words, **WIDTHS, num_key_value_heads=4, q_lora_rank=32,
+    "DeepSeek-V3 (MLA)": hf("DeepseekV3ForCausalLM", OF_TEXT, **WIDTHS, num_key_value_heads=4, q_lora_rank=32,
         kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
         num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, moe_intermediate_size=WIDTH),
-    "Whisper": hf("WhisperForConditionalGeneration", sounds, vocab_size=WORDS, num_mel_bins=MELS, d_model=WIDTH,
-        encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=2 * WIDTH, decoder_ffn_dim=2 * WIDTH, dropout=0.1, max_source_positions=FRAMES // 2,
-        max_target_positions=LENGTH, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
-    "CLIP": Model(clip, captions),
+    "Whisper": hf("WhisperForConditionalGeneration", {"input_features": normal(MELS, FRAMES), "labels": TEXT},
+        vocab_size=WORDS, num_mel_bins=MELS, d_model=WIDTH, encoder_layers=LAYERS, decoder_layers=LAYERS,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=2 * WIDTH, decoder_ffn_dim=2 * WIDTH,
+        dropout=0.1, max_source_positions=FRAMES // 2, max_target_positions=LENGTH, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1),
+    "CLIP": Model(clip, {"pixel_values": PICTURE, "input_ids": TEXT, "return_loss": lambda *_: True}),
     "Diffusion U-Net": Model(partial(Denoiser, "UNet2DConditionModel", block_out_channels=(32, 64), layers_per_block=1,
         cross_attention_dim=WIDTH, norm_num_groups=8, attention_head_dim=8,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D")),
-        noisy_with_caption),
+        {**NOISY, "encoder_hidden_states": normal(8, WIDTH)}),
     "Diffusion transformer (DiT)": Model(partial(Denoiser, "DiTTransformer2DModel", num_attention_heads=4,
         attention_head_dim=16, in_channels=4, out_channels=8, num_layers=LAYERS, num_embeds_ada_norm=1000),
-        noisy_with_class),
-    "GPT of examples/train_gpt.py": Model(our_gpt, bytes_to_foretell),
+        {**NOISY, "class_labels": integers(1000)}),
+    "GPT of examples/train_gpt.py": Model(our_gpt, {"inputs": TEXT, "targets": TEXT}),
 }  # fmt: skip

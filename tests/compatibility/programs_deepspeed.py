@@ -1,12 +1,15 @@
-"""Training scripts for what DeepSpeed has beyond the plain loop; see ``programs_plain.py``.
+"""How people train with DeepSpeed: each function here is a training script, with as little else in it as can be.
 
-They train a small decoder of our own, because most of these are calls that a user writes into the model.
+They run in processes of their own (``forked.py``), under a DeepSpeed config with or without the block, and know nothing
+of ds_tba but ``engine.activation_offloader``, whose report they return. Most train a small decoder of our own, because
+much of what DeepSpeed has is called in the model.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,65 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP, UlyssesSPAttentionHF
-from models import MODELS
-from programs_plain import BATCH, ended, loop, started
+from models import MODELS, Model, integers
 from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 WIDTH, HEADS, LENGTH, WORDS, LAYERS, EXPERTS = 64, 4, 32, 96, 3, 4
+BATCH = 2
 
 Call = Callable[[nn.Module, Tensor], Tensor]
+Around = AbstractContextManager[Any]
+
+NOTHING: Around = nullcontext()
+
+
+def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
+    """Return what is compared, and the report if there is one."""
+    digests = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            data = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
+            digests[name] = hashlib.sha256(data.tobytes()).hexdigest()
+    offloader = getattr(engine, "activation_offloader", None)
+    return {
+        "losses": [float(loss).hex() for loss in losses],
+        "parameters": digests,
+        "report": offloader.report().to_dict() if offloader is not None else None,
+    }
+
+
+def started(config: dict[str, Any], build: Callable[[], nn.Module], **more: Any) -> Any:
+    """An engine for a new model, with every random state set."""
+    torch.manual_seed(0)
+    model = build()
+    options = {"model_parameters": model.parameters(), **more}
+    engine, *_ = deepspeed.initialize(model=model, config=config, **options)
+    torch.manual_seed(100 + engine.global_rank)
+    return engine
+
+
+def ended(engine: Any, losses: list[float], **more: Any) -> dict[str, Any]:
+    result = {**outcome(engine, losses), **more}
+    engine.destroy()
+    return result
+
+
+def loop(
+    engine: Any, loss_of: Callable[[], Tensor], steps: int, own_backward: bool = False, around: Around = NOTHING
+) -> list[float]:
+    """Train for so many steps; return the loss of each micro-step. See :func:`trained`."""
+    losses = []
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        with around:
+            loss = loss_of()
+            (Tensor.backward if own_backward else engine.backward)(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---- the decoder ----------------------------------------------------------------------------------------------------
 
 
 class MLP(nn.Module):
@@ -88,12 +142,15 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), text[:, 1:].flatten())
 
 
-def texts(rank: int, *, lengths_change: bool = False) -> Iterator[Tensor]:
-    """Batches without end, of the same length or of a new one each."""
+def texts(rank: int) -> Iterator[Tensor]:
+    """Batches without end."""
     chance = torch.Generator().manual_seed(1 + rank)
     while True:
-        length = int(torch.randint(LENGTH // 2, 2 * LENGTH, (), generator=chance)) if lengths_change else LENGTH
-        yield torch.randint(0, WORDS, (BATCH, length), generator=chance)
+        yield torch.randint(0, WORDS, (BATCH, LENGTH), generator=chance)
+
+
+def text_of_a_new_length(batch: int, chance: torch.Generator) -> Tensor:
+    return integers(WORDS, int(torch.randint(LENGTH // 2, 2 * LENGTH, (), generator=chance)))(batch, chance)
 
 
 def train_on(engine: Any, batches: Iterator[Tensor], steps: int) -> list[float]:
@@ -104,32 +161,74 @@ def train_on(engine: Any, batches: Iterator[Tensor], steps: int) -> list[float]:
 
 
 def trained(
-    config: dict[str, Any], steps: int = 6, *, model: str = "Net", lengths_change: bool = False, autocast: bool = False
+    config: dict[str, Any],
+    steps: int = 6,
+    *,
+    model: str = "Net",
+    has_cache: bool = True,
+    autocast: bool = False,
+    own_backward: bool = False,
+    evaluates: bool = False,
+    detects_anomalies: bool = False,
+    same_data: bool = False,
+    around: Around = NOTHING,
 ) -> dict[str, Any]:
-    """The plain loop of a model of ``BUILDS``; with ``autocast`` forward runs under the user's own."""
-    engine = started(config, BUILDS[model])
-    batches = texts(engine.global_rank, lengths_change=lengths_change)
+    """``deepspeed.initialize``, ``engine.backward``, ``engine.step``, for a model of ``NETS`` or ``MODELS``.
+
+    Args:
+        has_cache: Hugging Face's models fill a key-value cache in training, unless told not to.
+        autocast: forward runs under the user's own.
+        own_backward: the script calls ``loss.backward()``.
+        evaluates: between steps, in inference mode.
+        same_data: ranks that have parts of one model get the same data.
+        around: each forward with its backward.
+    """
+    torch.autograd.set_detect_anomaly(detects_anomalies)
+    trains = {**NETS, **MODELS}[model]
+
+    def build() -> nn.Module:
+        built = trains.build()
+        for module in built.modules():
+            if not has_cache and hasattr(getattr(module, "config", None), "use_cache"):
+                module.config.use_cache = False
+        return built
+
+    engine = started(config, build)
+    rank = 0 if same_data else engine.global_rank
+    chance = torch.Generator().manual_seed(1 + rank)
+    torch.manual_seed(100 + rank)
 
     def loss_of() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            return engine(next(batches))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result = engine(**trains.batch(BATCH, chance))
+        return result if isinstance(result, Tensor) else result.loss
 
-    return ended(engine, loop(engine, loss_of, steps), skipped_steps=engine.skipped_steps)
+    evaluated: list[float] = []
+
+    def loss_after_evaluation() -> Tensor:
+        engine.eval()
+        with torch.inference_mode():
+            evaluated.append(loss_of().item())
+        engine.train()
+        return loss_of()
+
+    losses = loop(engine, loss_after_evaluation if evaluates else loss_of, steps, own_backward, around)
+    return ended(engine, losses + evaluated, skipped_steps=engine.skipped_steps)
 
 
 def trained_with_a_look(config: dict[str, Any], steps: int = 8) -> dict[str, Any]:
     """The script gathers ZeRO-3's parameters between forward and backward, which lets go of them."""
     engine = started(config, Net)
-    batches, losses = texts(engine.global_rank), []
-    for step in range(steps):
+    batches, looks = texts(engine.global_rank), []
+
+    def loss_of() -> Tensor:
         loss = engine(next(batches))
-        if step >= steps // 2:
+        if engine.global_steps >= steps // 2:
             with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-                losses.append(float(sum(one.sum() for one in engine.module.parameters())))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return ended(engine, losses)
+                looks.append(float(sum(one.sum() for one in engine.module.parameters())))
+        return loss
+
+    return ended(engine, loop(engine, loss_of, steps) + looks)
 
 
 def trained_in_fp16(config: dict[str, Any], steps: int = 14) -> dict[str, Any]:
@@ -362,12 +461,14 @@ class TiledLoss(Net):
         return TiledFusedLogitsLoss.apply(loss, self.head, x, y, None, 4, list(self.head.parameters()), "mean")
 
 
-BUILDS: dict[str, Callable[[], nn.Module]] = {
-    "Net": Net,
-    "leaf modules": with_leaf_modules,
-    "frozen norms": with_frozen_norms,
-    "TiledMLP": partial(Net, partial(Block, TiledMlp)),
-    "TiledFusedLogitsLoss": TiledLoss,
+TEXT = {"text": integers(WORDS, LENGTH)}
+NETS = {
+    "Net": Model(Net, TEXT),
+    "a new length in every step": Model(Net, {"text": text_of_a_new_length}),
+    "leaf modules": Model(with_leaf_modules, TEXT),
+    "frozen norms": Model(with_frozen_norms, TEXT),
+    "TiledMLP": Model(partial(Net, partial(Block, TiledMlp)), TEXT),
+    "TiledFusedLogitsLoss": Model(TiledLoss, TEXT),
 }
 
 

@@ -1,6 +1,6 @@
 """How people train with Hugging Face's libraries: Transformers' Trainer, Accelerate, PEFT and TRL.
 
-As in ``programs_plain.py``: each function is a training script, and returns what is compared. As a program this is
+As in ``programs_deepspeed.py``: each function is a training script, and returns what is compared. As a program this is
 a script for ``accelerate launch``, and what it compares goes to a file:
 
     accelerate launch --config_file config.yaml programs_hf.py RESULT {loop, trainer} [BLOCK]
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from models import LENGTH, MODELS, WORDS
-from programs_plain import outcome
+from programs_deepspeed import outcome
 from torch import nn
 
 BLOCK = "activation_nvme_offload"

@@ -1,4 +1,4 @@
-"""Training scripts that have another's activation offload switched on; see ``programs_plain.py``."""
+"""Training scripts that have another's activation offload switched on; see ``programs_deepspeed.py``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import offload_activations
-from models import MODELS
-from programs_deepspeed import Block, Net, ended, started, texts, train_on
+from models import MODELS, Model
+from programs_deepspeed import NETS, Block, Net, ended, started, texts, train_on, trained
 from programs_hf import checkpointing, dpo, sft, trainer
 from torch import Tensor, nn
 
@@ -37,29 +37,22 @@ def with_trl_offload(config: dict[str, Any], way: str = "sft", **more: Any) -> d
     return {"sft": sft, "dpo": dpo}[way](config, activation_offloading=True, gradient_checkpointing=False, **more)
 
 
-def with_deepspeed_offload(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
+def checkpointed_llama() -> nn.Module:
+    model = MODELS["Llama"].build()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def with_deepspeed_offload(config: dict[str, Any]) -> dict[str, Any]:
     """DeepSpeed's offload of the inputs of Transformers' checkpoints, opened around a micro-step, as it asks for.
 
     It acts on a CPU, too, where by itself it would leave all as it is.
     """
     kind = offload_activations.CheckpointHiddenStatesOffload
     kind._should_skip = lambda _self, tensor: isinstance(tensor, nn.Parameter)
+    NETS["checkpointed Llama"] = Model(checkpointed_llama, MODELS["Llama"].inputs)
     offload = kind(use_pin_memory=False, use_streams=False)
-
-    def build() -> nn.Module:
-        model = MODELS["Llama"].build()
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        return model
-
-    engine = started(config, build)
-    chance, losses = torch.Generator().manual_seed(1), []
-    for _ in range(steps):
-        with offload:
-            loss = engine(**MODELS["Llama"].batch(2, chance), use_cache=False).loss
-            engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return ended(engine, losses)
+    return trained(config, model="checkpointed Llama", has_cache=False, around=offload)
 
 
 # ``torch_remat`` leaves random numbers to its caller.

@@ -5,10 +5,8 @@ Each test hands on what it has counted as a property of its report, so that test
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,54 +35,35 @@ The plain runs of these operators differ from one another, some only when memory
 programs of each:
 
 """
-ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \|$", re.M)
 
 
 class OperatorPage:
-    """A plugin that collects the tallies of a run of the tests, and writes the page at the end."""
+    """A plugin that collects the counts of a run of the tests, and writes the page at the end."""
 
     def __init__(self, path: Path, versions: str) -> None:
         self._path, self._versions = path, versions
-        self._tallies: list[dict[str, Any]] = []
+        self._counts, self._unsteady = Counter[str](), Counter[str]()
+        self._differences: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call":
-            return
-        self._tallies += [value for name, value in report.user_properties if name == "sweep"]
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "sweep":
+                counts, unsteady, differences = value
+                self._counts.update(counts)
+                self._unsteady.update(unsteady)
+                self._differences += differences
 
     def pytest_sessionfinish(self) -> None:
-        self._path.write_text(self.text())
-
-    def text(self) -> str:
-        runs: Counter[str] = Counter()
-        unsteady: Counter[str] = Counter()
-        for tally in self._tallies:
-            runs.update(tally["runs"])
-            unsteady.update(tally["unsteady"])
-        text = HEAD.format(versions=self._versions)
-        for where in dict.fromkeys(key.rpartition(", ")[0] for key in sorted(runs)):
-            text += f"| {where} | {runs[f'{where}, nvme']} | {runs[f'{where}, keep']} |\n"
-        operators, modules = (len({name for tally in self._tallies for name in tally[key]}) for key in KINDS)
-        raised, moved, left_out = (sum(tally[key] for tally in self._tallies) for key in SUMS)
+        counts, text = self._counts, HEAD.format(versions=self._versions)
+        for where in sorted({key.rpartition(", ")[0] for key in counts} - {""}):
+            text += f"| {where} | {counts[f'{where}, nvme']} | {counts[f'{where}, keep']} |\n"
+        runs = sum(count for key, count in counts.items() if ", " in key)
         text += (
-            f"\n{sum(runs.values())} runs of {operators} operators and {modules} modules; {raised} of them raised, "
-            f"without ds_tba and with it. {moved / 1e6:.1f} MB went to the drive and came back, "
-            f"{left_out / 1e6:.1f} MB were rematerialized.\n"
+            f"\n{runs} runs of {counts['operators']} operators and {counts['modules']} modules; {counts['raised']} of "
+            f"them raised, without ds_tba and with it. {counts['moved'] / 1e6:.1f} MB went to the drive and came back, "
+            f"{counts['rematerialized'] / 1e6:.1f} MB were rematerialized.\n"
+            f"\n## Runs that differ: {len(self._differences)}\n"
         )
-        differences = [line for tally in self._tallies for line in tally["differences"]]
-        text += f"\n## Runs that differ: {len(differences)}\n"
-        text += "".join(f"\n- {line}" for line in differences) + ("\n" if differences else "")
-        left_out_names = ", ".join(f"`{name}` {count}" for name, count in sorted(unsteady.items()))
-        return f"{text}{UNSTEADY}{left_out_names or 'none'}.\n"
-
-
-KINDS = ("operators", "modules")
-SUMS = ("raised", "moved_bytes", "left_out_bytes")
-
-
-def counts_in(path: Path) -> Counter[str]:
-    """Return the counts of a written page: runs of each kind of program, and ``differences``."""
-    text = path.read_text()
-    counts = Counter({where: int(nvme) + int(keep) for where, nvme, keep in ROW.findall(text)})
-    counts["differences"] = int(text.partition("## Runs that differ: ")[2].split()[0])
-    return counts
+        text += "".join(f"\n- {line}" for line in self._differences) + ("\n" if self._differences else "")
+        unsteady = ", ".join(f"`{name}` {count}" for name, count in sorted(self._unsteady.items()) if count)
+        self._path.write_text(f"{text}{UNSTEADY}{unsteady or 'none'}.\n")

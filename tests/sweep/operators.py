@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -216,12 +216,12 @@ def _through_rules(made: Any) -> Any:
     return torch.exp(torch.tanh(gated * made)) * torch.softmax(gated, -1)
 
 
-def _nothing() -> None:
-    pass
+def run(forward: Forward, saving: Saving, store: NvmeStore | None = None) -> Result:
+    """Return outputs and gradients, or the type of the error that the program has raised.
 
-
-def run(forward: Forward, saving: Saving, between: Callable[[], None] = _nothing) -> Result:
-    """Return outputs and gradients, or the type of the error that the program has raised."""
+    Args:
+        store: whose writes end before backward.
+    """
     torch.manual_seed(SEED)
     try:
         with saving():
@@ -229,7 +229,8 @@ def run(forward: Forward, saving: Saving, between: Callable[[], None] = _nothing
         outputs = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
         differentiable = [one for one in outputs if one.requires_grad]
         kept = [_snapshot(one) for one in outputs]
-        between()
+        if store is not None:
+            wait_for_writes(store)
         del made, outputs
         torch.autograd.backward(differentiable, [_cotangent(one) for one in differentiable])
     except Exception as error:  # noqa: BLE001 - whatever an operator raises
@@ -291,59 +292,43 @@ def _tensors_differ(a: Tensor, b: Tensor) -> str:
 # ---- many runs ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Tally:
-    """What came of the runs of some subjects, in what a report can carry to another process.
+class Sweep:
+    """Runs subjects, with a store for placement ``nvme``, and counts.
 
     Attributes:
-        runs: those compared, as "dtype, shape, placement"; errors that both raise are among them.
-        raised: count of the runs that raised the same error without us and with us.
-        operators, modules: names of the subjects compared, once for each run.
-        unsteady: the subject of each program that differs from one plain run to the next.
+        counts: of runs, as "dtype, shape, placement", and of those that ``raised``, without us and with us; of the
+            ``operators`` and ``modules`` compared; of bytes that went to the drive (``moved``) or were rematerialized.
+        unsteady: programs that differ from one plain run to the next, by subject.
         differences: a line for each run that differs.
-        moved_bytes: bytes that went to the drive.
-        left_out_bytes: bytes that backward made again instead.
     """
 
-    runs: list[str] = field(default_factory=list)
-    raised: int = 0
-    operators: list[str] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
-    unsteady: list[str] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-    moved_bytes: int = 0
-    left_out_bytes: int = 0
-
-
-class Sweep:
-    """Runs subjects, with a store for placement ``nvme``."""
-
     def __init__(self, store: NvmeStore) -> None:
-        self.store, self.tally = store, Tally()
+        self.store = store
+        self.counts, self.unsteady = Counter[str](), Counter[str]()
+        self.differences: list[str] = []
 
-    def over(self, names: Iterable[str]) -> Tally:
+    def over(self, names: Iterable[str]) -> None:
         """Run every draw of these subjects in every dtype, shape and placement."""
         for name in names:
-            for program in programs(subjects()[name]):
-                self._compare(program)
-        return self.tally
+            subject = subjects()[name]
+            compared = [self._compare(program) for program in programs(subject)]
+            self.counts["modules" if subject.is_module else "operators"] += any(compared)
 
-    def _compare(self, program: Program) -> None:
-        name, tally = program.subject.name, self.tally
+    def _compare(self, program: Program) -> bool:
+        """Return whether the program was compared."""
         expected = run(program.forward(), nullcontext)
-        if difference(expected, run(program.forward(), nullcontext)):
-            tally.unsteady.append(name)
-            return
-        for placement in PLACEMENTS:
+        is_steady = not difference(expected, run(program.forward(), nullcontext))
+        for placement in PLACEMENTS if is_steady else ():
             reason = difference(expected, self._with_us(program, placement))
             if reason and _is_unsteady(program, expected):
-                tally.unsteady.append(name)
-                return
-            tally.runs.append(f"{program.where}, {placement}")
-            tally.raised += isinstance(expected, type)
-            (tally.modules if program.subject.is_module else tally.operators).append(name)
+                is_steady = False
+                break
+            self.counts[f"{program.where}, {placement}"] += 1
+            self.counts["raised"] += isinstance(expected, type)
             if reason:
-                tally.differences.append(f"{program}, {placement}: {reason}")
+                self.differences.append(f"{program}, {placement}: {reason}")
+        self.unsteady[program.subject.name] += not is_steady
+        return is_steady
 
     def _with_us(self, program: Program, placement: str) -> Result:
         store, is_alone = self.store, program.shape == "alone"
@@ -354,13 +339,13 @@ class Sweep:
         before = store.stats.offloaded_bytes
         # In half of the draws backward reads from the drive, in the others it may come before the write has ended.
         reads = placement == "nvme" and (is_alone or program.number % 2 == 0)
-        result = run(program.forward(), cache.saving, partial(wait_for_writes, store) if reads else _nothing)
+        result = run(program.forward(), cache.saving, store if reads else None)
         try:
             cache.end_micro_step()
         except Exception as error:  # noqa: BLE001 - told as a difference
             return type(error)
-        self.tally.moved_bytes += store.stats.offloaded_bytes - before
-        self.tally.left_out_bytes += cache.stats.rematerialized_bytes
+        self.counts["moved"] += store.stats.offloaded_bytes - before
+        self.counts["rematerialized"] += cache.stats.rematerialized_bytes
         return result
 
 

@@ -7,6 +7,7 @@ all.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import operators
 import pytest
 import torch
 from conftest import StoreFactory
-from operator_page import PAGE, counts_in
+from operator_page import PAGE
 from support.stores import nothing_is_held
 from torch import Tensor
 
@@ -41,10 +42,10 @@ def sweep(make_store: StoreFactory) -> operators.Sweep:
 def test_gradients_are_those_without_us(
     part: int, parts: int, in_ci: bool, sweep: operators.Sweep, record_property: Callable[[str, Any], None]
 ) -> None:
-    tally = sweep.over(operators.part_of_names(part, parts, in_ci=in_ci))
-    record_property("sweep", vars(tally))
-    assert tally.differences == []
-    assert tally.moved_bytes > 0 and tally.left_out_bytes > 0
+    sweep.over(operators.part_of_names(part, parts, in_ci=in_ci))
+    record_property("sweep", [dict(sweep.counts), dict(sweep.unsteady), sweep.differences])
+    assert sweep.differences == []
+    assert sweep.counts["moved"] > 0 and sweep.counts["rematerialized"] > 0
     gc.collect()
     nothing_is_held(sweep.store)
 
@@ -59,8 +60,8 @@ def test_a_wrong_gradient_is_seen(sweep: operators.Sweep, monkeypatch: pytest.Mo
         return data
 
     monkeypatch.setattr(TensorCache, "load", wrong)
-    told = sweep.over(["exp"]).differences
-    assert any("float32, alone, nvme: tensor 1 of 2" in line for line in told)
+    sweep.over(["exp"])
+    assert any("float32, alone, nvme: tensor 1 of 2" in line for line in sweep.differences)
 
 
 def test_not_a_number_is_equal_whatever_its_bits_and_zero_has_a_sign() -> None:
@@ -72,8 +73,8 @@ def test_not_a_number_is_equal_whatever_its_bits_and_zero_has_a_sign() -> None:
 
 
 def test_the_page_has_every_shape_and_no_difference() -> None:
-    counts = counts_in(Path(__file__).parents[2] / PAGE)
-    for dtype in ("float32", "bfloat16", "complex64"):
-        assert all(counts[f"{dtype}, {shape}"] > 0 for shape in ("alone", "chain", "in place"))
-    assert counts["float32, autocast"] > 0
-    assert counts["differences"] == 0
+    text = (Path(__file__).parents[2] / PAGE).read_text()
+    rows = re.findall(r"^\| (\w+, [\w ]+) \| [1-9]\d* \| [1-9]\d* \|$", text, re.M)
+    shapes = {f"{dtype}, {shape}" for dtype in ("float32", "bfloat16", "complex64") for shape in operators.SHAPES}
+    assert set(rows) == shapes - {"bfloat16, autocast", "complex64, autocast"}
+    assert "\n## Runs that differ: 0\n" in text
