@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from compare import MIB, PLANNED, common_plan
 from support.ranks import launched
-from support.runs import SCRIPTS, plain_config, run, run_once, with_block
+from support.runs import SCRIPTS, plain_config, run, with_block
 
 pytestmark = pytest.mark.engine
 
@@ -80,7 +80,7 @@ def on_hosts(hosts: tuple[str, str], script: str, *arguments: str) -> None:
 def test_two_hosts(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = plain_config(3)
     script, arguments = SCRIPTS / "unequal.py", ("--steps", str(STEPS))
-    together = run_once(config, tmp_path, *arguments, ranks=4)
+    together = run(config, tmp_path, *arguments, ranks=4)
     assert together.returncode == 0, together.output
     block = {"min_tensor_bytes": 65536, **PLANNED, "nvme_path": f"{tmp_path}/drive$HOST"}
     drives = [tmp_path / "drive0", tmp_path / "drive1"]

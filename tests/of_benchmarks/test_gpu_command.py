@@ -143,6 +143,19 @@ def test_how_a_piece_ends(tmp_path: Path, program: str, limit_s: float, state: s
     assert (state == DONE) == ("reason" not in read.pieces["one"])
 
 
+def test_what_a_piece_had_found_outlives_the_run(tmp_path: Path) -> None:
+    """As where the machine is taken away: no handler of ours runs."""
+    results = Results(tmp_path / "results.json", rehearsal=True)
+    results.begin("smoke", part="smoke")
+    results.running.write_text('{"rows": [], "failed": [], "untried": ["one"]}')
+    read = Results(tmp_path / "results.json", rehearsal=True)
+    assert read.pieces["smoke"]["state"] == CUT and read.pieces["smoke"]["found"]["untried"] == ["one"]
+    assert not read.is_done("smoke") and not read.running.exists()
+    results.begin("smoke", part="smoke")  # and one that had found nothing yet
+    read = Results(tmp_path / "results.json", rehearsal=True)
+    assert read.pieces["smoke"]["state"] == CUT and "the run ended in it" in markdown(read.found)
+
+
 def test_a_rehearsal_and_a_measurement_do_not_share_a_file(tmp_path: Path) -> None:
     Results(tmp_path / "json", rehearsal=True).put("probe", state=DONE)
     with pytest.raises(SystemExit, match=r"is of a rehearsal, this run is a measurement"):
