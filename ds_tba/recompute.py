@@ -45,7 +45,7 @@ from ds_tba.errors import RecomputationError
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_UNCALLED, nn.Sequential)
 
-_NO_TENSORS = (type(None), int, float, complex, str, bytes)  # in a block's output
+_NO_TENSORS = (type(None), int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.memory_format)
 _OUR_NUMBER = -1  # among those that ZeRO-3 gives to modules, which start at 0
 _COLUMNS = 1024
 

@@ -16,8 +16,8 @@ that are larger than ever before are planned for at once.
 [Note: The kept step] What a step takes with everything kept is read from the recording, in which our own work does not
 count, and from the steps of a plan that keeps everything. Where it is too short, as the machine has become slower,
 falls end in such a plan. Where it is too long (of a cold machine, or a slow time), steps under a plan are shorter: none
-is shorter for offloading, so theirs is taken, and where it is shorter by a tenth, steps are recorded again. Where ZeRO
-uses the same drive, it waits for our lanes in the recorded steps: there the share begins at 0.
+is shorter for offloading, so theirs is taken, and where it is shorter by a tenth, steps are recorded again, once. Where
+ZeRO uses the same drive, it waits for our lanes in the recorded steps: there the share begins at 0.
 
 Knows numbers only, and no clock; does not decide alone, as ranks have to agree.
 """
@@ -68,14 +68,13 @@ class Feedback:
 
     def __init__(self, *, is_drive_shared: bool = False) -> None:
         self.share = 0.0 if is_drive_shared else 1.0
-        self.kept_s = self.growth = 0.0
-        self.reason = ""
+        self.kept_s, self.growth, self.reason = 0.0, 0.0, ""
         self._plan: Plan  # in force, made at these rates
-        self._rates = (0.0, 0.0)
-        self._learnt_s = 0.0  # the kept step, as a recording or a plan that keeps everything has shown it
+        self._rates, self._learnt_s = (0.0, 0.0), 0.0  # and the kept step as a recording, or a plan of it, has shown it
         self._times_s: deque[float] = deque(maxlen=MAX_STEPS // 10)
         self._wait_steps = self._acted_at = 0  # of the back-off, and the step at which it began
-        self._trial_ends_at = 0  # the last step in which a rise is taken back; on all ranks alike
+        self._risen_at = -MAX_STEPS  # the step of a rise, if that was the last change; on all ranks alike
+        self._is_recording_again = False  # as a kept step was shown to be too long
 
     @property
     def measured_step_s(self) -> float | None:
@@ -91,8 +90,9 @@ class Feedback:
             moving_s: seconds that offloading added to its kernels, as far as that is known.
         """
         # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
-        self._learnt_s = self.kept_s = max(step_s / 2, step_s - moving_s)
-        self.growth = 0.0
+        self.kept_s, self.growth = max(step_s / 2, step_s - moving_s), 0.0
+        # Recorded again, it is too long for a reason that stays: no third recording.
+        self._learnt_s, self._is_recording_again = 0.0 if self._is_recording_again else self.kept_s, False
 
     def corrected(self, trace: Trace) -> Trace:
         """Return a trace as long as a kept step takes, and with storages as large as steps under the plan had."""
@@ -135,7 +135,7 @@ class Feedback:
         if len(self._times_s) < MIN_STEPS:
             return Action.GO_ON
         # The share first: rates that change all the time would keep it from rising.
-        found = self._judged(plan, is_due=is_due, is_on_trial=step <= self._trial_ends_at)
+        found = self._judged(plan, is_due=is_due, is_on_trial=step - self._risen_at <= 3 * MIN_STEPS)
         pairs = zip(rates, self._rates, strict=True)
         is_changed = any(not planned / RATE_CHANGE <= now <= planned * RATE_CHANGE for now, planned in pairs)
         if found is Action.GO_ON and is_due and is_changed:
@@ -149,9 +149,9 @@ class Feedback:
             step: number of the last step.
         """
         self._times_s.clear()  # or steps of the plan before would be held against the next one
-        is_on_trial, self._trial_ends_at = step <= self._trial_ends_at, 0
+        is_on_trial, self._risen_at = step - self._risen_at <= 5 * MIN_STEPS, -MAX_STEPS  # ranks talk some steps later
         if action is Action.RISE:
-            self.share, self._trial_ends_at = min(1.0, self.share + INCREASE), step + 4 * MIN_STEPS
+            self.share, self._risen_at = min(1.0, round(self.share + INCREASE, 3)), step
             return
         self._acted_at, self._wait_steps = step, min(MAX_STEPS, max(MIN_STEPS, 2 * self._wait_steps))
         if action is Action.FALL:
@@ -178,6 +178,7 @@ class Feedback:
             return self._ask(Action.FALL, took)
         if is_due and self.kept_s < (1 - MAX_DRIFT) * self._learnt_s:
             took = f"steps took {median_s:.3g} s, and with everything kept {self._learnt_s:.3g} s before"
+            self._is_recording_again = True
             return self._ask(Action.RECORD, took)
         # With the cost of the rise, or it would be taken back at once.
         more = 1 + INCREASE / self.share if self.share else 1.0

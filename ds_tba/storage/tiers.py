@@ -177,9 +177,8 @@ class Tiers:
             return [f"activations go to {host}"] if host else []
         why = self.selection.reason.removeprefix(NAMED).removeprefix("; ")  # what the config says needs no reason
         first = f"{host}, then to " if self._host_is_first else ""
-        tbw = rated(
-            self._config.ssd.rated_endurance_tbw
-        )  # with the file system: an empty mount point is on the wrong one
+        tbw = rated(self._config.ssd.rated_endurance_tbw)
+        # With the file system: an empty mount point is on the wrong one.
         places = [f"{one.path} ({one.file_system}, {tbw})" for one in self.directories]
         parts = [
             f"activations go to {first}{', '.join(places)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -212,6 +213,14 @@ def test_steps_that_are_shorter_than_a_kept_one_was_recorded_are_recorded_again(
     world.run(100)
     assert world.feedback.kept_s == pytest.approx(KEPT_S)
     assert median(world.times_s[-50:]) <= KEPT_S * (1 + OVERHEAD)
+
+
+def test_steps_are_recorded_again_once_where_recordings_stay_too_long() -> None:
+    """As where ZeRO uses the drive, and a budget lets no plan keep everything: the share rises all the same."""
+    budget = partial(plan_of, step_s=KEPT_S, budget=SIZE)
+    world = World(unseen_s=0.3, plan=lambda share: budget(max(share, 0.3)), feedback=Feedback(is_drive_shared=True))
+    world.run(2000)
+    assert world.feedback.share == 1.0 and len(world.actions) == 1 + 10
 
 
 def test_a_rise_that_makes_steps_too_long_is_taken_back_at_once() -> None:
