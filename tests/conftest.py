@@ -273,7 +273,7 @@ PACKAGES = {
     "compatibility": ("deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers", "torch_remat"),
     "rematerialized": ("transformers",),
 }
-SAVED = "model | saved MiB | with it | less | ops | what stays, share of it"
+SAVED = "model | saved MiB | with it | less | ops"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
