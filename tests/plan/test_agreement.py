@@ -82,10 +82,3 @@ def test_a_wear_limit_that_gives_way_is_said_once_with_the_bound_and_the_repair(
     assert isinstance(found, Plan) and found.prediction.written_bytes > SIZE / 50
     (said,) = [one.message for one in caplog.records if "gives way" in one.message]
     assert said.startswith(f"ssd.min_life_days gives way: {bound} {4 * SIZE} takes") and '"recompute": true' in said
-
-
-def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    tight = Planning(PLANNERS["keep"], Alone())
-    for _ in range(3):
-        tight.make(TRACE, Limits(activation_budget_bytes=1))
-    assert sum("no plan fits 1 bytes" in record.message for record in caplog.records) == 1

@@ -54,15 +54,6 @@ def test_a_plan_says_what_a_replay_of_it_finds(trace: Trace, limits: Limits) -> 
         assert plan == planner(trace, limits)
 
 
-def test_both_together_are_better_than_either_alone() -> None:
-    trace = layers(8, 4, rate=1.5)
-    limits = Limits(activation_budget_bytes=12 * SIZE)
-    best, alone = adaptive(trace, limits), adaptive(trace, replace(limits, recompute=False))
-    only_again = PLANNERS["recompute"](trace, limits)
-    assert best.prediction.peak_saved_bytes <= 12 * SIZE and any(best.recomputed_blocks) and N in best.placements
-    assert best.prediction.step_s < min(alone.prediction.step_s, only_again.prediction.step_s)
-
-
 @pytest.mark.parametrize(("optimizer_s", "writes"), [(0.0, True), (1000.0, False)])
 def test_nothing_is_written_for_a_gain_too_small_to_tell(optimizer_s: float, writes: bool) -> None:
     trace = replace(layers(8, 4, rate=0.5), optimizer_s=optimizer_s)

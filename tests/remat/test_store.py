@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.doubles import wait_for_writes
-from support.peaks import BackwardPeak
 from torch import Tensor
 from torch.nn import Parameter, functional
 
@@ -44,20 +43,20 @@ def unet(inputs: list[Parameter]) -> Tensor:
 
 
 def peak_in_backward(cache: TensorCache, inputs: list[Parameter]) -> int:
-    """Bytes of saved tensors in memory at most, as each is unpacked in the last of some backwards."""
-    peak = BackwardPeak(cache)
+    """Bytes of saved tensors in memory at most in the last of some backwards."""
     for _ in range(STEPS):
-        with cache.saving(around=peak.around):
+        with cache.saving():
             loss = unet(inputs)
         for store in cache.stores:
             wait_for_writes(store)
         cache.settle()
-        peak.nbytes = 0
+        cache.stats.resident.lap()
         loss.backward()
+        peak_bytes = cache.stats.resident.lap()
         del loss
         gc.collect()
         cache.settle()
-    return peak.nbytes
+    return peak_bytes
 
 
 def test_backward_holds_no_more_than_without(make_store: StoreFactory) -> None:
