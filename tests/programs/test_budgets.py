@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doubles import ScriptedBackend
+from support.doubles import ScriptedBackend, fails
 
 from ds_tba.core.residency import Residency
 from ds_tba.storage.tiers import Selection
@@ -54,20 +53,16 @@ def plan_bytes(side: Ours) -> dict[str, int]:
     return side.offloader.report().plan["bytes"]
 
 
-def test_storages_larger_than_staging_go_in_pieces_under_a_plan(tmp_path: Path) -> None:
-    side = checked(training(12), tmp_path)
-    assert not said(side, "no plan fits")
-    assert plan_bytes(side).get("nvme", 0) > 0
-
-
 WORN = {"rated_endurance_tbw": 1.0, "min_life_days": 36500.0}
 
 
 def test_a_wear_limit_gives_way_to_the_budget_with_one_line(tmp_path: Path) -> None:
+    """And what is larger than staging goes in pieces."""
     side = checked(training(12, ssd=WORN), tmp_path)
     (told,) = said(side, "ssd.min_life_days")
     assert told.startswith("ssd.min_life_days gives way: activation_budget_bytes 12582912 takes ")
     assert not said(side, "no plan fits")
+    assert plan_bytes(side).get("nvme", 0) > 0
 
 
 def test_where_a_budget_fits_without_writes_no_wear_limit_gives_way(tmp_path: Path) -> None:
@@ -90,11 +85,7 @@ def test_kept_graphs_of_storages_larger_than_half_of_staging_fit_the_budget(tmp_
 def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def script(verb: str, number: int) -> None:
-        if verb == "write" and number >= 60:
-            raise OSError(errno.EIO, "the drive is gone")
-
-    selected = Selection(ScriptedBackend(script), "the test's")
+    selected = Selection(ScriptedBackend(fails("write", first=60)), "the test's")
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: selected)
     outcome, _ = run(training(12), str(tmp_path))
     assert not outcome.failures and outcome.tally["over, and said"] == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.errors import DsTbaError
+from ds_tba.errors import RematerializationError
 from ds_tba.remat.sites import Sites
 from programs.chains import KINDS, USABLE, Cached, Chain, Course, check
 from programs.kind import check_all, part_of
@@ -55,10 +55,6 @@ def test_a_bit_that_is_made_wrong_is_found(kind: str, tmp_path: Path, monkeypatc
     make = Sites.make
     monkeypatch.setattr(Sites, "make", lambda self, recipe: make(self, recipe).bitwise_xor_(1))
     assert "difference" in check(program, str(tmp_path)).kinds
-
-
-class RematerializationError(DsTbaError):
-    """Named as the one that checks in turn raise."""
 
 
 @pytest.mark.parametrize("ends", [True, False])

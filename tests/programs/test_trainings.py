@@ -21,7 +21,6 @@ SEEDS = [
     pytest.param(12, marks=pytest.mark.long),
     *(pytest.param(first, marks=pytest.mark.thorough) for first in range(24, 300, DRAWS)),
 ]
-TESTS = Path(__file__).parents[1]
 HANG_S = 300.0  # of a draw, on a machine that has much else to do
 
 
