@@ -133,6 +133,16 @@ def test_a_failed_write_keeps_the_bytes_and_says_so(make_store: StoreFactory, ca
     nothing_is_held(store)
 
 
+def test_a_path_that_fails_leaves_the_set(make_store: StoreFactory) -> None:
+    backend = ScriptedBackend(fails("write", first=0, last=0))
+    store = make_store(backend, lanes=Lanes(1, 1), paths=2)
+    first = put(store, noise(MIB))
+    until(lambda: part_of(first).state is PartState.RESCUED, "the failure")
+    broken = part_of(first).path
+    later = [stored(store, noise(MIB)) for _ in range(4)]
+    assert all(part_of(ticket).path is not broken for ticket in later)
+
+
 def test_bytes_that_came_wrong_are_read_once_more(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("read", 0) else None))
     data = noise(MIB)
