@@ -16,6 +16,7 @@ import torch
 from conftest import AlarmError, StoreFactory
 from support.doubles import wait_for_writes
 from support.hazards import cache_over
+from support.stores import MIB
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Accelerator
@@ -25,8 +26,6 @@ from ds_tba.remat.store import RematStore
 from ds_tba.storage.backends import PosixHandle
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes
-
-MIB = 1 << 20
 
 
 def test_forwards_without_backward_are_micro_steps_of_their_own_whatever_else_is_alive() -> None:

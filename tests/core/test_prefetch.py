@@ -17,8 +17,6 @@ from ds_tba.device.accelerator import Accelerator
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket
 
-ONE_LANE = Lanes(1, 1)
-
 
 @pytest.fixture
 def gate() -> Gate:
@@ -34,10 +32,7 @@ def drive(gate: Gate) -> ScriptedBackend:
 @pytest.fixture(params=[Accelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
 def store(request: pytest.FixtureRequest, make_store: StoreFactory, drive: ScriptedBackend) -> NvmeStore:
     """One lane each way, on either kind of device."""
-    return make_store(drive, lanes=ONE_LANE, staging_bytes=8 * MIB, accelerator=request.param())
-
-
-on_the_cpu = pytest.mark.parametrize("store", [Accelerator], indirect=True)
+    return make_store(drive, lanes=Lanes(1, 1), staging_bytes=8 * MIB, accelerator=request.param())
 
 
 def states(tickets: list[SwapTicket]) -> set[PartState]:
@@ -95,7 +90,7 @@ def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(store: Nvm
     release(store, tickets)
 
 
-@on_the_cpu
+@pytest.mark.parametrize("store", [Accelerator], indirect=True)
 def test_reads_behind_what_is_being_written_are_not_held_up(store: NvmeStore, gate: Gate) -> None:
     """Six of eight slots are being written, more than the half that reads leave to writes."""
     gate.opened.set()

@@ -14,14 +14,13 @@ from conftest import Closing
 from support.disks import until
 from support.doubles import new_operation
 from support.late_device import LateDevice
+from support.stores import CPU, MIB
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.storage.base import Always
 from ds_tba.storage.host import HostStore
 
-MIB = 1 << 20
-CPU = torch.device("cpu")
 COUNT = 40
 
 

@@ -17,16 +17,12 @@ from support.cuda_doubles import Devices
 from support.doubles import EventAccelerator
 from support.late_device import LateDevice, LateEvent
 from support.offloaders import make
+from support.stores import MIB
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.device import accelerator as module
-from ds_tba.device.accelerator import (
-    TEMPORARY_FRACTION,
-    Accelerator,
-    MemoryLevels,
-    available_bytes,
-)
+from ds_tba.device.accelerator import TEMPORARY_FRACTION, Accelerator, MemoryLevels, available_bytes
 from ds_tba.device.copies import Copies
 from ds_tba.errors import ConfigError
 from ds_tba.storage.backends import PosixBackend
@@ -34,8 +30,6 @@ from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.tiers import can_lock
-
-MIB = 1 << 20
 
 
 def adapted(api: Devices) -> Accelerator:

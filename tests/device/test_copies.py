@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Closing, StoreFactory
 from support.disks import until
-from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, part_of, wait_for_writes
+from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, wait_for_writes
 from support.late_device import LateDevice
 from support.stores import CPU, MIB
 from torch import Tensor
@@ -34,7 +34,7 @@ def device(closing: Closing) -> LateDevice:
     return closing(LateDevice, LateDevice.end)(late_compute=True, longest_pause_s=0.0, watch_freed=True)
 
 
-@pytest.fixture(params=["nvme", "nvme from the device", "host"])
+@pytest.fixture(params=["nvme", "nvme in parts", "nvme from the device", "host"])
 def store(request: pytest.FixtureRequest, device: LateDevice, make_store: StoreFactory, closing: Closing) -> Store[Any]:
     made: dict[str, Callable[[], Store[Any]]] = {
         "nvme": lambda: make_store(accelerator=device, staging_bytes=8 * MIB),
@@ -43,9 +43,6 @@ def store(request: pytest.FixtureRequest, device: LateDevice, make_store: StoreF
         "host": lambda: closing(HostStore)(device, 64 * MIB, ahead_bytes=4 * MIB),
     }
     return made[request.param]()
-
-
-every_store = pytest.mark.parametrize("store", ["nvme", "nvme in parts", "nvme from the device", "host"], indirect=True)
 
 
 def copies_of(store: Store[Any]) -> Copies:
@@ -67,10 +64,6 @@ def saved_by(store: Store[Any], device: LateDevice, nbytes: int = MIB, value: in
     return ticket
 
 
-def is_ahead(ticket: Any) -> bool:
-    return (part_of(ticket) if isinstance(ticket, SwapTicket) else ticket).arrival is not None
-
-
 def sees(device: LateDevice, found: Tensor, value: int = 7) -> list[bool]:
     """Launch a kernel that looks at bytes which have come back; whether they are right stands there once it has run."""
     seen: list[bool] = []
@@ -78,7 +71,6 @@ def sees(device: LateDevice, found: Tensor, value: int = 7) -> list[bool]:
     return seen
 
 
-@every_store
 def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(device: LateDevice, store: Store[Any]) -> None:
     count, budget_bytes = 24, 8 * MIB
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
@@ -103,7 +95,6 @@ def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(device: Late
     assert budget_bytes // 2 < in_all <= budget_bytes + MIB  # and what forward is about to save
 
 
-@every_store
 def test_a_copy_waits_until_its_memory_is_free(device: LateDevice, store: Store[Any]) -> None:
     """Kernels that were queued before the allocation still write there, for its former tenant."""
     ticket, gate = saved_by(store, device), threading.Event()
@@ -124,7 +115,8 @@ def test_memory_that_nobody_wants_any_more_is_held_until_its_copy_is_done(
     ticket, gate = saved_by(store, device), threading.Event()
     copies_of(store)._in_stream.run(lambda: gate.wait(30))
     assert store.prefetch(ticket)
-    until(lambda: is_ahead(ticket), "the copy to be queued")
+    parts: list[Any] = ticket.parts if isinstance(ticket, SwapTicket) else [ticket]
+    until(lambda: all(part.arrival is not None for part in parts), "the copies to be queued")
     threading.Timer(0.2, gate.set).start()
     if verb == "close":
         store.release(ticket)
@@ -138,7 +130,6 @@ def test_memory_that_nobody_wants_any_more_is_held_until_its_copy_is_done(
     assert not device.is_freed_memory_written()
 
 
-@every_store
 def test_memory_that_its_caller_drops_at_once_is_held_until_its_copy_is_done(
     device: LateDevice, store: Store[Any]
 ) -> None:
@@ -151,7 +142,6 @@ def test_memory_that_its_caller_drops_at_once_is_held_until_its_copy_is_done(
     store.release(ticket)
 
 
-@every_store
 def test_without_device_memory_nothing_is_read_ahead_until_somebody_has_got_some(
     device: LateDevice, store: Store[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

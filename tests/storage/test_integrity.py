@@ -68,11 +68,6 @@ def test_the_checksums_of_the_device_are_those_of_the_host(mode: str, nbytes: in
     assert host == device
 
 
-def test_off_computes_nothing() -> None:
-    integrity, data = Integrity("off", BLOCK), words(4).view(torch.uint8)
-    assert integrity.digest(data) == () and integrity.difference(data, (), 0) == ""
-
-
 def test_the_default_device_does_not_matter() -> None:
     data, integrity = words(12).view(torch.uint8), Integrity("full", BLOCK, on_device=True)
     with torch.device("meta"):

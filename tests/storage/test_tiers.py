@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import threading
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 from support.cuda_doubles import FakeKvikio
 from support.doubles import raising
 from support.machines import KILLED, run_python
-from support.offloaders import finished, make, step
+from support.offloaders import finished
+from support.stores import MIB
 from torch.utils import cpp_extension
 
 from ds_tba.config import AioConfig, OffloadConfig
@@ -24,32 +24,25 @@ from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends import aio
 from ds_tba.storage.tiers import Selection, select_backend
 
-MIB = 1 << 20
 
-
+@pytest.mark.parametrize("budget_bytes", [MIB, None], ids=["a budget", "half of the free memory"])
 @pytest.mark.parametrize("placement", ["host", "adaptive", "nvme"])
-def test_the_drive_takes_what_a_small_host_tier_cannot(tmp_path: Path, placement: str) -> None:
+def test_the_drive_takes_what_a_small_host_tier_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, budget_bytes: int | None
+) -> None:
     """The random trainings draw such a tier, and compare gradients."""
-    block: dict[str, Any] = {"placement": placement, "host_budget_bytes": MIB, "rematerialize": False}
-    offloader = finished(tmp_path, 3, written_first=True, **block)
-    report = offloader.report()
-    assert (report.host_bytes > 0) == (placement != "nvme")  # which has room for all of it
-    assert report.written_bytes > 0 and not report.kept_bytes_by_reason.get("no room in host_budget_bytes")
-    assert offloader.start_line().startswith("activations go to host memory") == (placement != "nvme")
-
-
-@pytest.mark.parametrize("placement", ["host", "adaptive"])
-def test_half_of_the_free_memory_stays_free(tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for user in ("host", "tiers"):
         monkeypatch.setattr(f"ds_tba.storage.{user}.available_bytes", lambda: 3 * MIB)
-    block: dict[str, Any] = {"placement": placement, "host_budget_bytes": None, "rematerialize": False}
-    with closing(make(tmp_path, **block)) as offloader:
-        assert f"host memory, up to {3 * MIB // 2} bytes per rank" in offloader.start_line()
-        step(offloader, written_first=True)
-        report, host = offloader.report(), offloader._tiers.host
-        assert host is not None and MIB <= host.taken_bytes <= 3 * MIB // 2
-        assert report.written_bytes > 0 and report.host_bytes > 0
-        assert "no room in host_budget_bytes" not in report.kept_bytes_by_reason
+    block: dict[str, Any] = {"placement": placement, "host_budget_bytes": budget_bytes, "rematerialize": False}
+    offloader, most_bytes = finished(tmp_path, 3, written_first=True, **block), budget_bytes or 3 * MIB // 2
+    report, host, line = offloader.report(), offloader._tiers.host, offloader.start_line()
+    assert report.written_bytes > 0 and "no room in host_budget_bytes" not in report.kept_bytes_by_reason
+    assert line.startswith("activations go to host memory") == (placement != "nvme")
+    if placement == "nvme":  # which has room for all of it
+        assert report.host_bytes == 0
+    else:
+        assert f"host memory, up to {most_bytes} bytes per rank" in line
+        assert report.host_bytes > 0 and host is not None and MIB <= host.taken_bytes <= most_bytes
 
 
 # ---- the backend ----------------------------------------------------------------------------------------------------
@@ -131,12 +124,6 @@ def select(*, zero: bool = False, pinned: bool = True, **io: object) -> Selectio
     return select_backend(config, AioConfig(), zero_uses_nvme=zero, pinned=pinned, device="cuda")
 
 
-def test_null_is_posix_where_the_op_is_not_built(op_is_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aio, "is_built", lambda: False)
-    chosen = select()
-    assert chosen.backend.name == "posix" and "not built" in chosen.reason
-
-
 def test_null_is_posix_in_a_program_that_does_not_import_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking for its op would import it, which takes seconds."""
     monkeypatch.setattr(aio, "is_offered", lambda: False)
@@ -145,11 +132,15 @@ def test_null_is_posix_in_a_program_that_does_not_import_deepspeed(monkeypatch: 
     assert chosen.backend.name == "posix" and "does not import DeepSpeed" in chosen.reason
 
 
-def test_null_is_aio_where_zero_uses_it_or_it_is_built(op_is_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_null_is_aio_where_zero_uses_it_or_it_is_built_else_posix(
+    op_is_built: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(aio, "AioBackend", loaded)
     assert "is built" in select().reason
     monkeypatch.setattr(aio, "is_built", lambda: False)
     assert "ZeRO" in select(zero=True).reason
+    chosen = select()
+    assert chosen.backend.name == "posix" and "not built" in chosen.reason
 
 
 def test_a_lock_that_stays_rules_aio_out_unless_it_is_named(
