@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import Cli, Closing
-from support import interface, runs
+from support import runs
 from support.modelled_drive import ModelledDrive
 from support.offloaders import finished, make, step
 
@@ -167,18 +167,6 @@ def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFi
     offloader.close()
 
 
-def test_a_report_is_not_written_through_symlinks_that_others_have_put_there(tmp_path: Path) -> None:
-    precious, shared = tmp_path / "precious", tmp_path / "shared"
-    precious.write_text("of somebody else")
-    shared.mkdir()
-    for name in ("report.json", ".report.json.tmp"):
-        (shared / name).symlink_to(precious)
-    finished(tmp_path, report={"path": str(shared / "report.json")})
-    assert precious.read_text() == "of somebody else"
-    assert json.loads((shared / "report.json").read_text())["steps"] == 1
-    assert {path.name for path in shared.iterdir()} == {"report.json", ".report.json.tmp"}
-
-
 def test_a_file_is_written_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, seen = tmp_path / "report.json", []
     replace = os.replace
@@ -289,13 +277,6 @@ offloader.close()
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
 
 
-def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
-    named = [one for many in interface.parts().values() for one in many]
-    assert [one.name for one in named] == list(OffloadReport.__dataclass_fields__)
-    assert all(one.metadata["meaning"] for one in named)
-    assert list(interface.parts()) == list(interface.PARTS.values())
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -351,10 +332,6 @@ def test_where_a_store_refuses_all_its_reason_is_named(
     offloader = make(tmp_path, placement="nvme", rematerialize=False)
     monkeypatch.setattr(offloader.cache.stores[0], "put", lambda *_, **__: Refusal.NO_SPACE)
     assert "what forward saves is kept, because of: no space in the swap file" in nothing(offloader, caplog)[0]
-
-
-def test_where_nothing_is_to_be_moved_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert nothing(make(tmp_path, placement="keep", nvme_path=None, rematerialize=False), caplog) == []
 
 
 def test_a_step_without_a_forward_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,11 +36,13 @@ from ds_tba.cli.plan.rows import (
     recommended,
 )  # fmt: skip
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, account_of, brief, gpu_of, read_training
-from ds_tba.config import ASSUMED_RATIO, OffloadConfig, Placement
+from ds_tba.config import ASSUMED_RATIO, OffloadConfig, Placement, parse_block
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.holders import REMEDIES, SAVED
 from ds_tba.plan.plan import Prediction
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
+
+GUIDE = (runs.ROOT / "docs" / "guides" / "long_context.md").read_text().partition("## The example")[0]
 
 # ---- where the model comes from -------------------------------------------------------------------------------------
 
@@ -337,8 +341,7 @@ def test_a_setting_that_moves_what_layers_save_says_that_checkpointing_must_be_o
         assert rows[name].advice == "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
     assert "turn on gradient checkpointing" in rows["+ checkpointing and NVMe"].advice
     block = rows["+ checkpointing and NVMe"].merged["activation_nvme_offload"]
-    guide = (runs.ROOT / "docs/guides/long_context.md").read_text()
-    assert block["placement"] == "nvme" and f'"activation_nvme_offload": {json.dumps(block)}' in guide
+    assert block["placement"] == "nvme" and f'"activation_nvme_offload": {json.dumps(block)}' in GUIDE
 
 
 def test_everything_goes_to_nvme_whatever_its_size() -> None:
@@ -541,3 +544,38 @@ def test_the_longest_is_what_a_line_by_hand_says(first: int, power: int) -> None
         assert (1 - NEAR) * longest - UNIT <= sequence <= longest
         assert row.need_bytes <= TIGHT * MEMORY_BYTES
     assert len(set(asked)) < 30
+
+
+# ---- the recipes of the guide of long context: their script does what it says ---------------------------------------
+
+
+def test_the_configs_are_valid() -> None:
+    configs = [json.loads(text) for text in re.findall(r"```json\n(\{.*?\n\})\n```", GUIDE, re.DOTALL)]
+    assert len(configs) == 2 and all(parse_block(one) is not None for one in configs)
+
+
+def test_the_script_puts_the_mlp_in_tiles_and_runs_trl_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    sequence_parallel = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
+    (script,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    ran: list[tuple[str, str]] = []
+    monkeypatch.setattr(runpy, "run_module", lambda name, run_name: ran.append((name, run_name)))
+    monkeypatch.setattr(modeling.LlamaMLP, "forward", modeling.LlamaMLP.forward)  # put back at the end
+    tiles: list[int] = []
+    real = sequence_parallel.TiledMLP.apply
+    torch.manual_seed(0)
+    mlp = modeling.LlamaMLP(modeling.LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2))
+
+    def gradients() -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 40 * 16).view(1, 40, 16).requires_grad_()
+        mlp.zero_grad()
+        output = mlp(x)
+        output.square().sum().backward()
+        return [output, x.grad, *(one.grad for one in mlp.parameters())]
+
+    whole = [one.detach().clone() for one in gradients()]
+    monkeypatch.setattr(sequence_parallel.TiledMLP, "apply", lambda *given: tiles.append(given[3]) or real(*given))
+    exec(compile(script, "sft_in_tiles.py", "exec"), {})
+    for one, other in zip(whole, gradients(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert tiles == [3] and ran == [("trl.scripts.sft", "__main__")]  # 40 tokens in tiles of 16 at most

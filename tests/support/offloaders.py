@@ -21,13 +21,12 @@ def make(
     accelerator: Accelerator | None = None,
     zero_paths: tuple[str, ...] = (),
     ranks_on_node: int = 1,
-    rank: int = 0,
     **block: object,
 ) -> ActivationOffloader:
     io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
     config = OffloadConfig.model_validate({"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block})
-    accelerator, where = accelerator or Accelerator(), {"rank": rank, "ranks_on_node": ranks_on_node}
-    return ActivationOffloader(config, AioConfig(), accelerator, zero_paths=zero_paths, **where)
+    accelerator = accelerator or Accelerator()
+    return ActivationOffloader(config, AioConfig(), accelerator, zero_paths=zero_paths, ranks_on_node=ranks_on_node)
 
 
 def watching(

@@ -1,15 +1,8 @@
-"""Small models for ``ds_tba plan``, as their config.json has them, and the peak of one that runs."""
+"""Small models for ``ds_tba plan``, as their config.json has them."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
-
-import torch
-
-from ds_tba.cli.plan.dry_run import OpClock
-from ds_tba.cli.plan.model import Subject, loss_of
-from ds_tba.offloader import ActivationOffloader
 
 WIDTH, LAYERS, WORDS = 256, 4, 512
 LLAMA = {
@@ -40,18 +33,3 @@ def small(name: str, layers: int, words: int, positions: int, dropout: float = 0
     dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
     whole = {"model_type": kind, "architectures": [architecture], **widths, **own, **dropouts}
     return {**whole, "vocab_size": words, "max_position_embeddings": positions}
-
-
-def peak_of(subject: Subject, offloader: ActivationOffloader | None, kind: type[OpClock] = OpClock) -> int:
-    """The peak of all tensors but parameters and gradients in a micro-step with values."""
-    parameters = list(subject.model.parameters())
-    for one in parameters:
-        one.grad = torch.zeros_like(one) if one.requires_grad else None
-    held = [one.untyped_storage() for each in parameters for one in (each, each.grad) if one is not None]
-    meter = kind(1.0, 1.0)
-    meter.ignore(held)
-    with meter:
-        with nullcontext() if offloader is None else offloader.saving():
-            loss = loss_of(subject.model(**subject.inputs))
-        loss.backward()  # type: ignore[no-untyped-call]
-    return max(one.nbytes for one in meter.temporary(0))
