@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import Closing, Factory
+from support import runs
 from support.stepping import forward, note_backward, offloader_of
 from torch import nn
 
@@ -112,6 +113,40 @@ def test_a_second_engine_says_what_both_take(make: Factory) -> None:
     assert "1 more engine(s) of this process have trained" in line and "32.00 MiB of staging" in line
     one.offloader.close()
     assert "more engine(s)" not in make().offloader.start_line()
+
+
+def test_five_engines_in_a_row_take_what_two_do(tmp_path: Path) -> None:
+    """That nobody destroys: 40 MiB, three threads and no disk space more."""
+    done = runs.python("-c", ENGINES_IN_A_ROW, tmp_path, cwd=runs.ROOT)
+    assert done.returncode == 0, done.stderr
+    (of_two, of_five) = json.loads(done.stdout)
+    assert of_five["threads"] <= of_two["threads"] + 3
+    assert of_five["disk_bytes"] <= of_two["disk_bytes"]
+    assert of_five["memory_bytes"] <= of_two["memory_bytes"] + (40 << 20), (of_two, of_five)
+
+
+# With staging that five engines would take 320 MiB of.
+ENGINES_IN_A_ROW = """
+import json, sys
+from pathlib import Path
+import torch
+from support.models import Stack
+from support.stepping import offloader_of, train
+sys.path.append("benchmarks")
+from soaking.meters import take
+
+directory, engines, found = Path(sys.argv[1]), [], []
+for number in range(5):
+    model = Stack(lambda: torch.nn.Linear(256, 256), 16)
+    io = {"backend": "posix", "staging_bytes": 64 << 20}
+    offloader = offloader_of(directory, model, placement="nvme", min_tensor_bytes=4096, io=io, rematerialize=False)
+    engines.append((model, offloader))
+    train(model, offloader, [torch.randn(4096, 256)] * 2)
+    assert offloader.report().offloaded_bytes > 0
+    if number in (1, 4):
+        found.append(vars(take(0, 0, directory, None, 0.0)))
+sys.stdout.write(json.dumps(found))
+"""
 
 
 def test_whoever_asks_for_the_end_starts_no_thread_and_a_thread_of_ours_does_not_wait_for_itself(
