@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import demo as example
+import demo
 import pytest
 import torch
 from demo import Outcome, summary
@@ -19,12 +19,6 @@ from ds_tba.storage.backends import aio
 DEMO = runs.ROOT / "examples" / "demo.py"
 SMALL = ("--steps", "2", "--width", "128", "--depth", "2", "--sequence", "256", "--batch", "8", "--rows", "the block")
 pytestmark = pytest.mark.engine
-
-
-def demo(directory: Path, *arguments: str) -> tuple[int, str]:
-    """Its exit status and what it printed. glibc is to give freed memory back, as under ``make demo``."""
-    done = runs.python(DEMO, *arguments, cwd=directory, timeout_s=900, MALLOC_MMAP_THRESHOLD_=str(64 << 10))
-    return done.returncode, done.stdout + done.stderr
 
 
 CONFIGS = sorted(path.name for path in (runs.ROOT / "ds_configs").glob("*.json"))
@@ -40,8 +34,11 @@ def test_every_shipped_config_trains(tmp_path: Path, config: str) -> None:
     if "nvme_params" in config and not aio.is_built():
         pytest.skip("DeepSpeed's aio op is not built: make aio")
     where = ("--deepspeed_config", str(runs.ROOT / "ds_configs" / config), "--nvme_path", str(tmp_path))
-    status, output = demo(tmp_path, *where, *SMALL, "--memory", "0", "--report", str(tmp_path / "report.json"))
-    assert status == 0 and output.count("equal bit for bit") == 2, output
+    arguments = (*where, *SMALL, "--memory", "0", "--report", str(tmp_path / "report.json"))
+    # glibc is to give freed memory back, as under ``make demo``.
+    done = runs.python(DEMO, *arguments, cwd=tmp_path, timeout_s=900, MALLOC_MMAP_THRESHOLD_=str(64 << 10))
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and output.count("equal bit for bit") == 2, output
     if config == "zero3_nvme_params.json":
         assert not (tmp_path / "report.json").exists()
         return
@@ -89,7 +86,7 @@ def test_the_block_lives_where_checkpointing_dies(
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     where = ("--deepspeed_config", str(tmp_path / "ds_config.json"), "--nvme_path", str(tmp_path), "--backend", "posix")
     monkeypatch.setattr("demo.run", run)
-    status = example.main([*where, *size, *limits, "--memory", "0.1"])
+    status = demo.main([*where, *size, *limits, "--memory", "0.1"])
     output = capsys.readouterr().out
     assert status == 0 and output.count("equal bit for bit") == 3, output  # two rows, the last line
     died = [line for line in output.splitlines() if "no: memory ran out" in line]

@@ -26,7 +26,7 @@ from ds_tba.config import BLOCK, OffloadConfig, parse_block
 from ds_tba.errors import ConfigError, PathError
 from ds_tba.report import checked_path
 from ds_tba.storage.backends import aio
-from ds_tba.storage.path import SwapFile, check_directories, file_system_of
+from ds_tba.storage.path import SwapFile, check_directories
 
 Sees = Callable[[str], None]
 BEGINNING = 4 * MIB  # of a device: room for the file system's own records, none for the swap file
@@ -227,12 +227,6 @@ def test_what_is_no_directory_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "is a file" in refusal(tmp_path / "file")
     assert "list it once" in refusal(tmp_path, tmp_path / "link")
     assert "a variable stays as it is where this rank's environment lacks it" in refusal("$SCRATCH_OF_JOB/swap")
-
-
-def test_tmpfs() -> None:
-    if file_system_of(Path("/dev/shm")) != "tmpfs":
-        pytest.skip("no tmpfs at /dev/shm")
-    assert "tmpfs, which is memory" in refusal("/dev/shm")
 
 
 def test_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

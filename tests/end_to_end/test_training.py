@@ -72,16 +72,6 @@ def test_a_bad_config_ends_every_rank_before_training(tmp_path: Path) -> None:
     assert not result.lines("LOSS")
 
 
-def test_a_disabled_block_hooks_nothing_whatever_is_in_it(tmp_path: Path) -> None:
-    off = {"enabled": False, "placment": 3, "io": "auto", "max_step_overhead": 2}
-    plain = runs.run(runs.plain_config(), tmp_path)
-    blocks = {"activation_nvme_offload": off, "activation_offload": off, "interleaved_optimizer_update": off}
-    result = runs.run({**runs.plain_config(), **blocks}, tmp_path)
-    assert result.returncode == 0 and result.outcome == plain.outcome
-    assert all("ds_tba" not in one.output.replace(str(runs.ROOT), "") for one in (plain, result))
-    assert not (tmp_path / "report.json").exists()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_killed_run_leaves_a_report_and_nothing_else(tmp_path: Path, number: signal.Signals) -> None:
     nvme, port = tmp_path / "nvme", runs.free_port()

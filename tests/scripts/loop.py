@@ -91,12 +91,7 @@ def each_refused_rank(directory: str) -> None:
     distributed.destroy_process_group()
 
 
-def main(what: str, directory: str) -> int:
-    torch.set_num_threads(1)
-    loops = {"rooms": each_room, "ranks": each_rank, "refused": each_refused_rank}
-    loops[what](directory)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:]))
+    torch.set_num_threads(1)
+    what, where = sys.argv[1:]
+    {"rooms": each_room, "ranks": each_rank, "refused": each_refused_rank}[what](where)

@@ -277,7 +277,7 @@ class LittleMemory(LateDevice):
 @pytest.mark.parametrize("arrays", [0, 4])
 def test_without_memory_for_a_slot_the_host_still_uploads(make_device: Callable[..., LateDevice], arrays: int) -> None:
     device = make_device(LittleMemory)
-    pipeline, tensors, target = a_step(device)
+    pipeline, _, target = a_step(device)
     device.arrays = arrays  # type: ignore[attr-defined]
     assert not pipeline.begin(most_jobs=9) and not pipeline.has_room()
     assert device.allocated_bytes == target.nbytes
@@ -287,12 +287,6 @@ def test_without_memory_for_a_slot_the_host_still_uploads(make_device: Callable[
     timer.start()
     pipeline.drain()  # which waits for the upload alone
     assert bool(target.all())
-
-    device.arrays = 5  # type: ignore[attr-defined]
-    assert pipeline.begin(most_jobs=9)
-    submit(pipeline, tensors, target)
-    pipeline.drain()
-    assert same([target.clone()], [tensors[0].bfloat16()])
 
 
 def test_slots_are_as_many_as_there_is_memory_for(make_device: Callable[..., LateDevice]) -> None:

@@ -1,15 +1,12 @@
-"""The block, and that a half updated model is refused by its mark alone."""
-
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_tba.config import UPDATE_BLOCK
-from ds_tba.errors import ConfigError, UpdateInterruptedError
-from ds_tba.update import HALF_UPDATED, UpdateConfig, parse_update_block, refuse_half_updated
+from ds_tba.errors import ConfigError
+from ds_tba.update import UpdateConfig, parse_update_block
 
 ZERO = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 
@@ -47,10 +44,3 @@ def test_a_bad_value_is_named_with_the_rule_and_the_repair(block: Any, zero: Any
 
 def test_no_device_buffer_is_needed_where_all_is_on_the_host() -> None:
     assert UpdateConfig(device_share=0, device_buffer_bytes=0).device_share == 0
-
-
-def test_the_mark_is_refused_with_the_way_out() -> None:
-    refuse_half_updated(None)
-    refuse_half_updated(SimpleNamespace())
-    with pytest.raises(UpdateInterruptedError, match="load a checkpoint with its optimizer states"):
-        refuse_half_updated(SimpleNamespace(**{HALF_UPDATED: True}))

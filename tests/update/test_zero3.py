@@ -267,29 +267,22 @@ def surroundings(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, 
     return found
 
 
-def check_refusals(found: dict[str, Any]) -> None:
-    for then in ("at once", "without optimizer states", "closed"):
-        assert found[then].pop("files") == "", then
-        for way, said in found[then].items():
-            assert "load a checkpoint with its optimizer states" in said, f"{way}, {then}: {said}"
-    assert found["after a load"] == found["closed, after a load"] == found["uninterrupted"]
-    assert found["left behind"] == []
-
-
 @pytest.mark.engine
-@pytest.mark.parametrize("place", ["counting steps", "host", "device", "draining", "DeepSpeed's"])
-def test_after_an_interrupted_update_only_a_checkpoint_helps(place: str, tmp_path: Path) -> None:
-    (found,) = forked.run(interrupted, SAVES, tmp_path / "run", block=SHARED, place=place)
-    assert found["interrupted"] == "KeyboardInterrupt"
-    check_refusals(found)
-
-
-@pytest.mark.engine
-def test_where_one_rank_is_interrupted_all_refuse(tmp_path: Path) -> None:
-    found = forked.run(interrupted, SAVES, tmp_path / "run", ranks=2, block=SHARED, place="host")
-    assert [rank["interrupted"] for rank in found] == ["UpdateInterruptedError", "KeyboardInterrupt"]
+@pytest.mark.parametrize(
+    ("place", "ranks"),
+    [("counting steps", 1), ("host", 1), ("device", 1), ("draining", 1), ("DeepSpeed's", 1), ("host", 2)],
+)
+def test_after_an_interrupted_update_only_a_checkpoint_helps(place: str, ranks: int, tmp_path: Path) -> None:
+    """Where one rank is interrupted, all refuse."""
+    found = forked.run(interrupted, SAVES, tmp_path / "run", ranks=ranks, block=SHARED, place=place)
+    assert [rank["interrupted"] for rank in found] == ["UpdateInterruptedError", "KeyboardInterrupt"][-ranks:]
     for rank in found:
-        check_refusals(rank)
+        for then in ("at once", "without optimizer states", "closed"):
+            assert rank[then].pop("files") == "", then
+            for way, said in rank[then].items():
+                assert "load a checkpoint with its optimizer states" in said, f"{way}, {then}: {said}"
+        assert rank["after a load"] == rank["closed, after a load"] == rank["uninterrupted"]
+        assert rank["left behind"] == []
 
 
 @pytest.mark.engine
