@@ -180,7 +180,6 @@ marks = function(_marked, lambda grad, read: grad * getattr(read()[0], "scale", 
 def test_a_function_finds_no_attributes_on_its_own_output(cache: TensorCache) -> None:
     """Autograd saves an output as a new tensor."""
 
-    @hazards.of_a_loss()
     def saves_its_output(x: Tensor) -> Iterator[Tensor]:
         yield marks(x).sum()
 
@@ -211,7 +210,6 @@ def test_a_function_finds_the_attributes_of_what_another_thread_has_made(cache: 
 def test_a_checkpoint_runs_again_with_the_attributes_of_what_was_made_last(cache: TensorCache, made_by: str) -> None:
     """It saves its arguments outside of all nodes, so that they are nobody's own output."""
 
-    @hazards.of_a_loss()
     def checkpoints(weight: Tensor) -> Iterator[Tensor]:
         x: Any = torch.ones(64, 64) @ weight
         x = marks(x) if made_by == "function" else x

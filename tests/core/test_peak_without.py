@@ -36,7 +36,7 @@ def after(directory: Path, program: Scenario, **block: Any) -> ActivationOffload
     torch.manual_seed(0)
     offloader = make(directory, rematerialize=False, **block)
     for _ in range(3):
-        program(offloader.saving)
+        hazards.run(program, offloader.saving)
         offloader.note_micro_step()
         offloader.note_step()
     offloader.close()

@@ -28,7 +28,7 @@ from ds_tba.storage.host import HostStore
 MIB = 1 << 20
 KIB = 1 << 10
 WIDTH = 64
-STEPS = 6
+STEPS = 3
 
 
 class Answers(LateDevice):
@@ -85,7 +85,7 @@ def training() -> Scenario:
 
 
 def test_what_is_made_again_trains_to_the_bit(cache: TensorCache, training: Scenario) -> None:
-    hazards.check_made_again(training, cache, times=STEPS)
+    hazards.check_made_again(training, cache)
     assert cache.stats.rematerialized_bytes > STEPS * 64 * KIB
     assert not cache.stores or sum(store.stats.offloaded_bytes for store in cache.stores) > 0
     assert not cache.rematerialization.sites.summary()["refused_sites"].get("made again it differs")
@@ -128,7 +128,7 @@ def test_no_thread_takes_the_cache_s_lock_after_a_store_s(cache: TensorCache, tr
     cache.lock = Watched(locks)  # type: ignore[assignment]
     for store, lock in zip(cache.issuers, locks, strict=True):
         store._lock = lock  # type: ignore[attr-defined]
-    hazards.check_made_again(training, cache, times=STEPS)
+    hazards.check_made_again(training, cache)
     assert cache.stats.rematerialized_bytes > 0
 
 
