@@ -70,11 +70,11 @@ class Feedback:
         self.share = 0.0 if is_drive_shared else 1.0
         self.kept_s, self.growth, self.reason = 0.0, 0.0, ""
         self._plan: Plan  # in force, made at these rates
-        self._rates, self._learnt_s = (0.0, 0.0), 0.0  # and the kept step as a recording, or a plan of it, has shown it
+        self._rates, self._learnt_s = (0.0, 0.0), 0.0  # and the kept step of the recording or of a plan that keeps all
         self._times_s: deque[float] = deque(maxlen=MAX_STEPS // 10)
         self._wait_steps = self._acted_at = 0  # of the back-off, and the step at which it began
         self._risen_at = -MAX_STEPS  # the step of a rise, if that was the last change; on all ranks alike
-        self._is_recording_again = False  # as a kept step was shown to be too long
+        self._is_recording_again = False  # because the kept step was too long
 
     @property
     def measured_step_s(self) -> float | None:
@@ -135,7 +135,7 @@ class Feedback:
         if len(self._times_s) < MIN_STEPS:
             return Action.GO_ON
         # The share first: rates that change all the time would keep it from rising.
-        found = self._judged(plan, is_due=is_due, is_on_trial=step - self._risen_at <= 3 * MIN_STEPS)
+        found = self._judged(plan, step)
         pairs = zip(rates, self._rates, strict=True)
         is_changed = any(not planned / RATE_CHANGE <= now <= planned * RATE_CHANGE for now, planned in pairs)
         if found is Action.GO_ON and is_due and is_changed:
@@ -162,10 +162,10 @@ class Feedback:
         self.reason = reason
         return action
 
-    def _judged(self, plan: Plan, *, is_due: bool, is_on_trial: bool) -> Action:
+    def _judged(self, plan: Plan, step: int) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
         # Three of four steps decide, of as many as were waited for, or alternating steps would be reviewed for ever.
-        needed = MIN_STEPS if is_on_trial else min(self._wait_steps, MAX_STEPS // 10)
+        needed = MIN_STEPS if step - self._risen_at <= 3 * MIN_STEPS else min(self._wait_steps, MAX_STEPS // 10)
         times_s = sorted([*self._times_s][-max(needed, 3 * MIN_STEPS) :])
         quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])
@@ -176,13 +176,13 @@ class Feedback:
         if len(times_s) >= needed and self.share and not plan.keeps_all and times_s[quarter] > allowed_s:
             took = f"steps took {median_s:.3g} s where {self.kept_s:.3g} s were measured with everything kept"
             return self._ask(Action.FALL, took)
-        if is_due and self.kept_s < (1 - MAX_DRIFT) * self._learnt_s:
+        if self.is_due(step) and self.kept_s < (1 - MAX_DRIFT) * self._learnt_s:
             took = f"steps took {median_s:.3g} s, and with everything kept {self._learnt_s:.3g} s before"
             self._is_recording_again = True
             return self._ask(Action.RECORD, took)
         # With the cost of the rise, or it would be taken back at once.
         more = 1 + INCREASE / self.share if self.share else 1.0
-        if self.share < 1 and is_due and self.kept_s + more * (median_s - self.kept_s) <= allowed_s:
+        if self.share < 1 and self.is_due(step) and self.kept_s + more * (median_s - self.kept_s) <= allowed_s:
             return self._ask(Action.RISE, "steps leave room to move more")
         return Action.GO_ON
 

@@ -114,14 +114,14 @@ class Plan:
         blocks = zip(self.trace.blocks, self.recomputed_blocks, strict=True)
         return frozenset(block.module for block, again in blocks if again)
 
-    @cached_property
+    @property
     def moved_share(self) -> float:
         """Return the fraction of the movable bytes that goes to NVMe or to the host."""
         sizes = dict(self.bytes_by_placement)
         moved_bytes = sizes.get(Placement.NVME, 0) + sizes.get(Placement.HOST, 0)
         return moved_bytes / max(1, self.trace.movable_bytes)
 
-    @property
+    @cached_property
     def keeps_all(self) -> bool:
         """Return whether nothing is offloaded or computed again."""
         return set(self.placements) <= {Placement.KEEP}

@@ -1,4 +1,4 @@
-"""What changes a planned model: LoRA, weights of a few bits, a fused loss, tiled MLPs."""
+"""LoRA, weights of a few bits, a fused loss and tiled MLPs change the model that is planned for."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def write_config(directory: Path, **others: Any) -> None:
 
 @pytest.fixture
 def told(cli: Cli, directory: Path) -> Callable[..., str]:
-    """What the command says of the model with the config."""
+    """Return a function that runs ``ds_tba plan`` for the model with the config, and returns its output."""
 
     def run(*arguments: str, status: int = 0, sequence: int = 256) -> str:
         config = ("--config", directory / "ds_config.json", "--seq", sequence)

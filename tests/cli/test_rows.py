@@ -204,7 +204,7 @@ def test_keys_that_change_memory_and_are_not_counted_are_named(tmp_path: Path, c
 
 
 def seconds(run: Callable[[], object], flops: float = 1e30, memory: float = 1e30, launch: float = 0.0) -> float:
-    """Of a run on a device with these rates."""
+    """Return the seconds that a run takes on a device with these rates per second, and seconds for a launch."""
     with cuda_kernels(), OpClock(flops, memory, launch) as clock:
         run()
     return clock.now_s

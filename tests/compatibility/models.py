@@ -29,7 +29,7 @@ Draw = Callable[[int, torch.Generator], Any]
 
 
 def integers(high: int, *shape: int) -> Draw:
-    """What draws such an input for so many samples."""
+    """Return a function that draws integers below ``high``, of this shape for each sample."""
     return lambda samples, chance: torch.randint(0, high, (samples, *shape), generator=chance)
 
 
@@ -38,7 +38,7 @@ def normal(*shape: int) -> Draw:
 
 
 def masks(samples: int, chance: torch.Generator) -> Tensor:
-    """Of texts of several lengths."""
+    """Draw the attention masks of texts of several lengths."""
     lengths = torch.randint(LENGTH // 2, LENGTH, (samples, 1), generator=chance)
     return (torch.arange(LENGTH) < lengths).long()
 

@@ -373,7 +373,7 @@ class Odd(Counted):
 
 
 def call_odd(block: nn.Module, x: Tensor) -> Tensor:
-    """What DeepSpeed's own tests pass to a checkpoint: masks, indices, None, numbers, one tensor twice."""
+    """Checkpoint a block with what DeepSpeed's own tests pass: masks, indices, None, numbers, one tensor twice."""
     mask = torch.ones(x.shape[:2], dtype=torch.bool).tril(LENGTH // 2)
     places = torch.arange(x.shape[1]).flip(0)
     out, negated, same = deepspeed.checkpointing.checkpoint(block, x, mask, places, None, 0.5, x)

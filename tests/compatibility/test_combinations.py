@@ -29,7 +29,7 @@ NVME: dict[str, Any] = {"placement": "nvme"}
 
 
 def recomputed(compared: Compared) -> str:
-    """What a row says in which every rank recomputes."""
+    """Check that every rank recomputed blocks, and return the text of the row."""
     assert all(report["recomputed_bytes"] > 0 for report in compared.reports)
     return str(compared)
 

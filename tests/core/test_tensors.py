@@ -1,4 +1,4 @@
-"""Which storages are a model's own, whatever became of the model since the last forward; and which tensors stay."""
+"""A model's own storages are told from activations, also after the model has changed; some tensors stay in memory."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_whatever_is_saved_is_looked_at_without_an_error(tmp_path: Path, scenari
     offloader.note_micro_step()
     offloader.note_step()
     offloader.close()
-    hazards._compare(expected, found, scenario.__name__)
+    hazards.compare(expected, found, scenario.__name__)
 
 
 @pytest.mark.parametrize(("placement", "rematerialize"), [("nvme", False), ("keep", False), ("nvme", True)])

@@ -226,8 +226,8 @@ def test_steps_are_recorded_again_once_where_recordings_stay_too_long() -> None:
 def test_a_rise_that_makes_steps_too_long_is_taken_back_at_once() -> None:
     world = World(hidden_s=0.1)
     world.run(200)
-    waited = [share for before, share in zip(world.shares, world.shares[1:], strict=False) if share > before]
-    assert max(world.shares[60:]) <= 0.3 and waited
+    rises = [share for before, share in zip(world.shares, world.shares[1:], strict=False) if share > before]
+    assert max(world.shares[60:]) <= 0.3 and rises
     assert sum(time_s > KEPT_S * (1 + OVERHEAD) + 1e-9 for time_s in world.times_s[60:]) <= 40
 
 

@@ -1101,7 +1101,7 @@ def run(scenario: Scenario, saving: Saving, device: str | None = None) -> list[T
 def check(scenario: Scenario, cache: TensorCache, device: str | None = None) -> None:
     """Same bits with and without the cache, and nothing left behind."""
     expected = run(scenario, nullcontext, device)
-    _compare(expected, run(scenario, cache.saving, device), scenario.__name__)
+    compare(expected, run(scenario, cache.saving, device), scenario.__name__)
     check_nothing_is_left(cache, scenario.__name__)
 
 
@@ -1109,13 +1109,13 @@ def check_made_again(scenario: Scenario, cache: TensorCache, device: str | None 
     """Same bits as often as it runs, over a cache with sites: outputs are compared, compared again, and left out."""
     expected = run(scenario, nullcontext, device)
     for number in range(3):
-        _compare(expected, run(scenario, cache.saving, device), f"{scenario.__name__}, run {number}")
+        compare(expected, run(scenario, cache.saving, device), f"{scenario.__name__}, run {number}")
         cache.end_micro_step()  # reads what is left of the answers
         cache.rematerialization.sites.step += 1
         check_nothing_is_left(cache, scenario.__name__)
 
 
-def _compare(expected: list[Tensor], found: list[Tensor], what: str) -> None:
+def compare(expected: list[Tensor], found: list[Tensor], what: str) -> None:
     """Raise where a run through the cache has other tensors, by a bit, than the run without it."""
     if not expected or len(expected) != len(found):
         raise Wrong(f"{what}: {len(found)} tensors instead of {len(expected)}")
