@@ -112,5 +112,6 @@ def trained(_: None, way: str, checkpoints: str, block: dict[str, Any] | None) -
                 reports.append(offloader.report().to_dict())
         torch.save(get_state_dict(model, optimizer), saved)
     found += [bits(one) for one in model.parameters()]
-    dist.destroy_process_group()
+    # Not destroyed: DDP, then its last owner, ends it with Python's lock, which a thread that it joins may wait for.
+    dist.barrier()
     return {"found": found, "reports": reports}
