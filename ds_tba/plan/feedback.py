@@ -14,10 +14,10 @@ shown by ever more steps, but for that of a share that has just risen: too long 
 that are larger than ever before are planned for at once.
 
 [Note: The kept step] What a step takes with everything kept is read from the recording, in which our own work does not
-count, and from the steps of a plan that keeps everything. Where it is too short, as the machine has become slower,
-falls end in such a plan. Where it is too long (of a cold machine, or a slow time), steps under a plan are shorter: none
-is shorter for offloading, so theirs is taken, and where it is shorter by a tenth, steps are recorded again, once. Where
-ZeRO uses the same drive, it waits for our lanes in the recorded steps: there the share begins at 0.
+count, and from the steps of a plan that keeps everything: their lower quartile, as steps under a plan are judged by
+theirs. Where it is too short, as the machine has become slower, falls end in such a plan. Where it is too long (of a
+slow time), steps under a plan are shorter: none is shorter for offloading, so theirs is taken, and where it is shorter
+by a tenth, steps are recorded again, once. Where ZeRO uses the drive, too, the share begins at 0.
 
 Knows numbers only, and no clock; does not decide alone, as ranks have to agree.
 """
@@ -170,7 +170,7 @@ class Feedback:
         quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])
         if plan.keeps_all:
-            self.kept_s = self._learnt_s = median_s
+            self.kept_s = self._learnt_s = times_s[quarter]
         promised_s = plan.prediction.step_s if plan.limits.activation_budget_bytes is not None else 0.0
         allowed_s = (1 + plan.limits.max_step_overhead) * max(self.kept_s, promised_s)
         if len(times_s) >= needed and self.share and not plan.keeps_all and times_s[quarter] > allowed_s:

@@ -223,6 +223,13 @@ def test_steps_are_recorded_again_once_where_recordings_stay_too_long() -> None:
     assert world.feedback.share == 1.0 and len(world.actions) == 1 + 10
 
 
+def test_slow_steps_among_those_that_keep_everything_hide_no_cost() -> None:
+    world = World(feedback=Feedback(is_drive_shared=True))  # whose share begins at 0
+    for step in range(15):
+        decided(world.feedback, PLANNED_AT + 1 + step, KEPT_S * (1.5 if step % 3 else 1.0))
+    assert world.feedback.kept_s == KEPT_S
+
+
 def test_a_rise_that_makes_steps_too_long_is_taken_back_at_once() -> None:
     world = World(hidden_s=0.1)
     world.run(200)
