@@ -24,8 +24,8 @@ from unittest import mock
 PRELOADED = (
     "torch", "deepspeed", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.stage_1_and_2", "transformers", "transformers.trainer", "accelerate",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import, and torch._inductor with it
-    "peft", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_config",  # which engines import
+    "peft", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "support.preloaded",
 )  # fmt: skip
 GRACE_S = 5.0  # of the other ranks, when one has failed
 # Below those that the kernel gives to whoever connects, or somebody's connection may take one before the ranks do.
@@ -72,7 +72,8 @@ def fork(
     port = free_port()
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     outputs = [directory / f"output{rank}.txt" for rank in range(ranks)]
-    with mock.patch.dict(os.environ, environment(HF_HUB_OFFLINE="1")):  # read by what the server imports
+    # Read by the server, which ignores the path that multiprocessing hands it, and by what it imports.
+    with mock.patch.dict(os.environ, environment(HF_HUB_OFFLINE="1", PYTHONPATH=os.pathsep.join(sys.path))):
         forkserver.ensure_running()
     processes: list[BaseProcess] = []
     for rank, output in enumerate(outputs):
