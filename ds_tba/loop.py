@@ -145,7 +145,7 @@ class Offloader:
 
 
 def _built(model: nn.Module | None, device: torch.device | str | None, keys: Mapping[str, Any]) -> ActivationOffloader:
-    """Return an offloader of the core, and of the rooms that the keys ask for; ranks succeed or fail together."""
+    """Return an offloader of the core, and of what else the keys ask for; ranks succeed or fail together."""
     ranks_on_node = ranks_on_machine()
 
     def make() -> ActivationOffloader:  # all that may fail: what fails before, on one rank, leaves the others waiting

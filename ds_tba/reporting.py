@@ -1,6 +1,6 @@
 """What did this run do? Makes its report, keeps the file up to date, and says in the log what its user should know.
 
-Reads the counters of the core; every other room gives its own fields of the report. Decides nothing.
+Reads the counters of the core; every other part of the package gives its own fields of the report. Decides nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COUNTED = (
 
 
 class Summarized(Protocol):
-    """A room with fields of its own in the report."""
+    """A part of the package with fields of its own in the report."""
 
     def summary(self) -> Mapping[str, Any]:
         """Return these fields, by name."""
@@ -68,15 +68,15 @@ class Reporter:
         self._config, self._tiers, self._cache, self._file = config, tiers, cache, file
         self.rank, self.steps = file.rank, 0
         self._memory = None if accelerator.is_synchronous else accelerator
-        self._rooms: list[Summarized] = [tiers]
+        self._parts: list[Summarized] = [tiers]
         self._started_at, self._ended_at = time.monotonic(), math.inf
         self._has_begun = False  # to train
         self._step_peak_bytes = 0
         self._bandwidth_at_start: object = []  # as the first plan was made
 
-    def add(self, room: Summarized) -> None:
-        """Have a room's fields in the report from now on."""
-        self._rooms.append(room)
+    def add(self, part: Summarized) -> None:
+        """Have the fields of a part of the package in the report from now on."""
+        self._parts.append(part)
 
     def begin_forward(self) -> None:
         """Write the JSON at ``report.path`` where it is old: also a run that ends in its first step leaves one."""
@@ -137,8 +137,8 @@ class Reporter:
             "wear": [asdict(one) for one in self._tiers.wear(elapsed_s)],
             "device_memory": {} if self._memory is None else self._memory.levels()._asdict(),
         }
-        for room in self._rooms:
-            fields |= room.summary()
+        for part in self._parts:
+            fields |= part.summary()
         # The stores count failed writes; the cache counts storages that no store took.
         fallbacks = Counter(cache.fallbacks) + Counter(fields.get("fallbacks_by_reason", {}))
         fields |= {"fallbacks": fallbacks.total(), "fallbacks_by_reason": dict(fallbacks)}

@@ -140,9 +140,9 @@ class Releases:
 class CountedMemory:
     """The account of a storage's device memory in one cache. Changed only under the cache's lock.
 
-    The end of a storage that is watched is told with its account. With consumers the event of the release must come
-    after all that the allocator records when the memory goes. It does: the storage's object goes before the memory, and
-    nobody acts on that within the finalizer.
+    The end of a storage that is watched is told with its account. Where other streams have used the memory, it counts
+    until events that we record in them are done. These come after the allocator's own events, so that it is free then:
+    nobody acts on an end before both the storage's object and its memory are gone.
 
     Attributes:
         users: records and tensors that have it counted.

@@ -15,9 +15,9 @@ that are larger than ever before are planned for at once.
 
 [Note: The kept step] What a step takes with everything kept is read from the recording, in which our own work does not
 count, and from the steps of a plan that keeps everything: their lower quartile, as steps under a plan are judged by
-theirs. Where it is too short, as the machine has become slower, falls end in such a plan. Where it is too long (of a
-slow time), steps under a plan are shorter: none is shorter for offloading, so theirs is taken, and where it is shorter
-by a tenth, steps are recorded again, once. Where ZeRO uses the drive, too, the share begins at 0.
+theirs. If it is too short, because the machine has become slower, falls end in such a plan. If it is too long (of a
+slow time), a step under a plan is shorter. No step is shorter because it offloads: so the kept step is as short, and if
+that is a tenth shorter, steps are recorded again, once. Where ZeRO uses the drive, too, the share begins at 0.
 
 Knows numbers only, and no clock; does not decide alone, as ranks have to agree.
 """

@@ -121,9 +121,9 @@ class AioBackend(IoBackend):
 
 
 class _AioHandle(IoHandle):
-    """The op opens the file by name for each request, which takes a descriptor; where it cannot, for second tries, and
-    for memory that is not staging, of which it would lock a copy, or abort where it may not, plain calls on our own
-    descriptor move the bytes or tell the kernel's reason."""
+    """The op moves staging, and opens the file by name for each request. Plain calls on our own descriptor move what it
+    could not, and tell the kernel's reason. They also move memory that is not staging: of that the op would lock a
+    copy, and it aborts the process if the limit of locked memory forbids that."""
 
     def __init__(self, handle: Any, fd: int) -> None:
         self._handle = handle
