@@ -44,7 +44,7 @@ class Holder:
         largest: shape and dtype of the largest tensor.
         largest_bytes: of its storage.
         saved_bytes: in all, of which ``resident_bytes`` are in device memory, ``moved_bytes`` in a store, and
-            ``again_bytes`` made again in backward.
+            ``again_bytes`` recomputed in backward.
     """
 
     module: str
@@ -58,7 +58,7 @@ class Holder:
     largest_bytes: int = 0
 
     def add(self, nbytes: int, where: str, shape: str = "") -> None:
-        """Count a storage that is ``"resident"``, ``"moved"`` or made ``"again"``."""
+        """Count a storage that is ``"resident"``, ``"moved"`` or recomputed, ``"again"``."""
         if nbytes > self.largest_bytes:
             self.largest, self.largest_bytes = shape, nbytes
         self.tensors += 1
@@ -69,7 +69,7 @@ class Holder:
 def cells(holders: Sequence[Holder]) -> list[tuple[str, ...]]:
     """Return the head and the rows of a table for people; of holders beyond :data:`MAX_HOLDERS` the bytes alone."""
     rows: list[tuple[str, ...]] = [
-        ("module", "made by", "largest tensor", "tensors", "saved", "in memory", "moved", "made again")
+        ("module", "made by", "largest tensor", "tensors", "saved", "in memory", "moved", "recomputed")
     ]
     for one in holders[:MAX_HOLDERS]:
         sizes = (one.saved_bytes, one.resident_bytes, one.moved_bytes, one.again_bytes)
@@ -225,7 +225,7 @@ class OffloadReport:
             f"a step moves {readable(self.offloaded_bytes / steps)}",
         ]
         again_bytes = self.rematerialized_bytes + self.recomputed_bytes
-        parts += [f"makes {readable(again_bytes / steps)} again"] if again_bytes else []
+        parts += [f"recomputes {readable(again_bytes / steps)}"] if again_bytes else []
         parts += [f"waits {self.stall_s / steps:.3f} s"] if self.stall_s else []
         parts += [f"{self.fallbacks} fallbacks"] if self.fallbacks else []
         wear = [one for one in self.path_wear() if one.written_bytes_per_day]

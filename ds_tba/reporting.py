@@ -195,7 +195,7 @@ def start_line(config: OffloadConfig, tiers: Places) -> str:
     unread = " and ".join(key for key in of_plans if getattr(config, key) is not type(config).model_fields[key].default)
     unplanned = f", without a plan, so that nobody reads {unread}" if unread else ""
     if not parts:
-        again = ", and made again where that is cheap" if config.rematerialize is not False else ""
+        again = ", and recomputed where that is cheap" if config.rematerialize is not False else ""
         return f'placement "keep": activations are measured, not moved{again}{unplanned}'
     if config.placement != "adaptive":
         rule = f'placement "{config.placement}" is a rule, not a plan{unplanned}'

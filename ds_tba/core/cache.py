@@ -367,7 +367,7 @@ class TensorCache(Residency):
     def _add(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, ticket: Ticket | None = None
     ) -> SavedStorage:
-        """Add the record of a storage, which goes where it was chosen to go, unless it is taken to be made again."""
+        """Add the record of a storage, which goes where it was chosen to go, unless it is to be rematerialized."""
         storage = tensor.untyped_storage()
         memory = self.count(storage, key.nbytes)
         memory.is_of_function |= key.function > 0

@@ -151,7 +151,7 @@ class StepSamples:
             nbytes = held.record.nbytes if isinstance(held, SavedView) else 0
             copying_s = started_s + self._store.stall_s - stalled_s
             if stats.rematerialized_bytes > made_bytes:
-                self._span("again", "make again", started_s, stats.rematerialized_bytes - made_bytes)
+                self._span("again", "recompute", started_s, stats.rematerialized_bytes - made_bytes)
             elif stats.moving_s > moving_s:
                 if copying_s > started_s:
                     self._span("stall", "wait for a read", started_s, nbytes, copying_s)

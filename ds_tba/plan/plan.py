@@ -27,7 +27,7 @@ class Limits:
         host_budget_bytes: bound of the host tier.
         write_limit_bytes_per_step: bound of what one step writes.
         recompute: whether blocks may be recomputed.
-        rematerialize: whether storages may be made again from others.
+        rematerialize: whether storages may be rematerialized from others.
         movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together, and of
             ``max_step_overhead`` that may be spent. A budget that fits with more only is kept all the same.
         room_bytes: of the device for activations; the budget where a plan without one would not fit.
@@ -70,7 +70,7 @@ class Prediction:
         written_bytes, read_bytes: moved by the drives, padded.
         forwarded_bytes: handed over from staging instead of read.
         host_bytes: most bytes that the host tier holds at once.
-        rematerialized_s: in which storages are made again from others.
+        rematerialized_s: in which storages are rematerialized from others.
     """
 
     peak_saved_bytes: int

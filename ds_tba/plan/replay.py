@@ -78,7 +78,7 @@ class Timeline:
         recompute_s, backward_start_s, recomputable: of each block.
         inputs, readers: pairs of a storage and a block that reads it and does not produce it; the same, and the blocks
             that saved it.
-        sources: pairs of a storage and one that it can be made again of, in the order of the former.
+        sources: pairs of a storage and one that it can be rematerialized from, in the order of the former.
     """
 
     def __init__(self, trace: Trace) -> None:

@@ -99,7 +99,7 @@ class _Search:
     def found(self) -> Replay:
         """Return the best; one that writes less for about the same time is better."""
         timeline = self._timeline
-        seconds, blocks = self._mean(timeline.rematerialize_s), self._blocks()  # not a number: cannot be made again
+        seconds, blocks = self._mean(timeline.rematerialize_s), self._blocks()  # not a number: cannot be rematerialized
         made = np.flatnonzero(~np.isnan(seconds) & self._limits.rematerialize)
         made = _cheapest(made, seconds / (self._nbytes * self._idle_s))
         most = self._grow(len(made), lambda count: self._again_with(made[:count], blocks, 0))

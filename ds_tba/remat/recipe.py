@@ -179,7 +179,7 @@ class Step(NamedTuple):
         """
         made = self.rule.make(*operands, *self.constants, *((self.output,) if self.rule.from_output else ()))
         if made.shape != self.output.shape or made.dtype != self.output.dtype:  # ``x.mul_(y)`` does not promote
-            raise NoRecipeError("made again it has another shape or dtype")
+            raise NoRecipeError("it has another shape or dtype when recomputed")
         return made
 
     def signature(self) -> tuple[object, ...]:
@@ -285,7 +285,7 @@ class Recipe:
             strides = zip(result.shape, result.stride(), spec.stride, strict=True)
             is_same_order = all(size == 1 or one == other for size, one, other in strides)  # 1 has no order
             if not (is_same_order or last.rule.is_copy):
-                raise NoRecipeError("made again it has another order of elements")
+                raise NoRecipeError("it has another order of elements when recomputed")
             result = result.new_empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(result)
         return result
 

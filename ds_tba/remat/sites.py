@@ -195,7 +195,7 @@ class Sites:
             if isinstance(error, StorageError):  # backward will want the operand, too
                 return None
             is_told = isinstance(error, NoRecipeError)
-            site.reason = str(error) if is_told else f"{type(error).__name__} while it was made again"
+            site.reason = str(error) if is_told else f"{type(error).__name__} while it was recomputed"
             return None
         site.compared()
         module = self._running.path() if site.is_proven else ""
@@ -219,7 +219,7 @@ class Sites:
                 elif site.unseen_since is not None:  # perhaps of later visits; what is compared late was not left out
                     site.unseen_since = comparison.step
             return True
-        site.reason = site.reason or "made again it differs"
+        site.reason = site.reason or "it differs when recomputed"
         since, site.unseen_since = site.unseen_since, None  # one error for each: it is used no more
         if since is not None:
             raise RematerializationError(_differs(comparison, since))
@@ -241,7 +241,7 @@ class Sites:
         site = recipe.site
         if recipe.kernels not in (None, kernels()):
             raise StateError(
-                f"the output of {site.op} is made again in backward, but since forward the number of threads, oneDNN "
+                f"the output of {site.op} is recomputed in backward, but since forward the number of threads, oneDNN "
                 f"or torch.set_flush_denormal was changed, with which kernels round differently. Change them outside "
                 f"of steps, or {_remedy(recipe)}."
             )
@@ -250,7 +250,7 @@ class Sites:
                 made = as_uint8(recipe.make(self._restore(recipe)).untyped_storage())
         except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
             raise ActivationModifiedError(
-                f"{error} Output of {site.op} was to be made again from it, not saved: "
+                f"{error} Output of {site.op} was to be recomputed from it, not saved: "
                 f"{_remedy(recipe)} if your model may change it."
             ) from error
         self._seconds += site.measured_s
@@ -285,7 +285,7 @@ def _differs(comparison: Comparison, since: int) -> str:
     steps = f"step {since}" if since >= comparison.step else f"steps {since} to {comparison.step}"
     where = f", saved in {comparison.module}," if comparison.module else ""
     return (
-        f"what {site.op} has made{where} is made again in backward instead of being saved, and that is no longer "
+        f"what {site.op} has made{where} is recomputed in backward instead of being saved, and that is no longer "
         f"the same: it was in step {site.equal_in}, so gradients of {steps} of this run may be wrong. Something has "
         "changed the tensor, or what it is made of, without autograd's knowledge (through .data, or under "
         f"torch.no_grad()). Go back to a checkpoint from before step {since} of this run, and "

@@ -199,7 +199,7 @@ class Policy(Protocol):
 
 
 class Always:
-    """The same choice for every storage; what can be made again is not saved, where ``rematerialize`` is set."""
+    """The same choice for every storage; what can be rematerialized is not saved, where ``rematerialize`` is set."""
 
     def __init__(self, stores: Sequence[AnyStore], *, wait: bool, rematerialize: bool = False) -> None:
         self._choice = Choice(tuple(stores), wait, STAYS.reason, rematerialize)

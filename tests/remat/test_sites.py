@@ -51,7 +51,7 @@ class Run:
     @property
     def is_refused(self) -> bool:
         """Whether a site was found to differ."""
-        return "made again it differs" in self.sites.summary()["refused_sites"]
+        return "it differs when recomputed" in self.sites.summary()["refused_sites"]
 
     def step(self, forward: Forward, *inputs: torch.Tensor) -> list[torch.Tensor]:
         with self.cache.saving():
@@ -101,7 +101,7 @@ def test_a_change_behind_the_back_of_autograd_is_seen_and_its_site_never_used() 
     for _ in range(3):
         agrees(run, changed, x, y)
     assert run.nbytes == 0
-    assert run.sites.summary()["refused_sites"]["made again it differs"] == 1
+    assert run.sites.summary()["refused_sites"]["it differs when recomputed"] == 1
     for _ in range(3):  # nor later
         agrees(run, gated, x, y)
     assert run.nbytes == 0
