@@ -86,6 +86,14 @@ def train(
     return found
 
 
+def meet_at_the_end() -> None:
+    """Wait until all ranks have come so far, and leave their group as it is.
+
+    Where it is destroyed, DDP is its last owner and ends it under Python's lock: a thread that it joins may want that.
+    """
+    dist.barrier()
+
+
 def trained(_: None, way: str, checkpoints: str, block: dict[str, Any] | None) -> dict[str, Any]:
     """Train on each rank; the training is saved after half of its steps, and goes on in new objects.
 
@@ -112,6 +120,5 @@ def trained(_: None, way: str, checkpoints: str, block: dict[str, Any] | None) -
                 reports.append(offloader.report().to_dict())
         torch.save(get_state_dict(model, optimizer), saved)
     found += [bits(one) for one in model.parameters()]
-    # Not destroyed: DDP, then its last owner, ends it with Python's lock, which a thread that it joins may wait for.
-    dist.barrier()
+    meet_at_the_end()
     return {"found": found, "reports": reports}

@@ -56,8 +56,7 @@ def train(_: None, where: str, case: str, offloads: bool) -> dict[str, Any]:
             steps.append(fsdp.train(model, optimizer, offloader, range(step, step + 1), rows, rank))
         if offloader is not None:
             report = offloader.report().to_dict()
-    # Not destroyed: DDP, then its last owner, ends it with Python's lock, which a thread that it joins may wait for.
-    dist.barrier()
+    fsdp.meet_at_the_end()
     return {"steps": steps, "plans": plans, "report": report}
 
 

@@ -144,7 +144,7 @@ def test_how_a_piece_ends(tmp_path: Path, program: str, limit_s: float, state: s
 
 
 def test_what_a_piece_had_found_outlives_the_run(tmp_path: Path) -> None:
-    """As where the machine is taken away: no handler of ours runs."""
+    """A machine that is taken away ends the command without a signal: the next run reads what a piece had written."""
     results = Results(tmp_path / "results.json", rehearsal=True)
     results.begin("smoke", part="smoke")
     results.running.write_text('{"rows": [], "failed": [], "untried": ["one"]}')

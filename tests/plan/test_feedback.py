@@ -216,7 +216,7 @@ def test_steps_that_are_shorter_than_a_kept_one_was_recorded_are_recorded_again(
 
 
 def test_steps_are_recorded_again_once_where_recordings_stay_too_long() -> None:
-    """As where ZeRO uses the drive, and a budget lets no plan keep everything: the share rises all the same."""
+    """The share rises to 1, although a budget lets no plan keep everything, and so show what a kept step takes."""
     budget = partial(plan_of, step_s=KEPT_S, budget=SIZE)
     world = World(unseen_s=0.3, plan=lambda share: budget(max(share, 0.3)), feedback=Feedback(is_drive_shared=True))
     world.run(2000)

@@ -22,7 +22,7 @@ MACHINE = Resources(1e9, 1e9, 1e9, 1e9, 1 << 24)
 
 
 class Ticks:
-    """A clock on which only ``tick`` lets time pass."""
+    """A clock whose seconds pass only where a test adds them to ``now_s``."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
