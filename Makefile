@@ -56,7 +56,7 @@ demo: export DS_ACCELERATOR ?= cpu
 PRECISION ?= --fp32
 endif
 
-.PHONY: help demo check test test-all lint site reference freeze reliability compatibility frameworks rematerialize operators mutants bench gpu soak sbom venv aio cpu_ops ops libaio canary clean
+.PHONY: help demo check test test-all ready lint site reference freeze reliability compatibility frameworks rematerialize operators mutants bench gpu soak sbom venv aio cpu_ops ops libaio canary clean
 
 help:
 	@sed -n 's/^# make/make/p' $(MAKEFILE_LIST)
@@ -80,10 +80,10 @@ SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist worksteal --durations
 check: lint
 	$(SHARED) $(QUICK)
 
-test: lint ops site
+test: ready
 	$(SHARED) $(PYTEST_ARGS)
 
-test-all: lint ops site
+test-all: ready
 	$(SHARED)
 	$(MAKE) reliability compatibility rematerialize operators mutants bench soak
 
@@ -193,9 +193,12 @@ $(BIN)/.installed: requirements-dev.lock pyproject.toml
 aio: $(BIN)/.installed libaio
 	@mkdir -p $(NVME) && ds_tba doctor --build --nvme-path $(NVME)
 
-# All that DeepSpeed compiles for the tests, before them: a test that is ended while it compiles leaves a lock behind, for
-# which all later ones wait. Beside each other, so that no core waits for the last file of one.
-ops: $(BIN)/.installed libaio
+# All that the tests need, beside each other, so that no core waits for the network or for the last file of an op. The ops
+# come before the tests: a test that is ended while it compiles leaves a lock behind, for which all later ones wait.
+ready:
+	$(MAKE) --jobs 4 lint aio cpu_ops site
+
+ops:
 	$(MAKE) --jobs 2 aio cpu_ops
 
 cpu_ops: $(BIN)/.installed libaio

@@ -1,9 +1,8 @@
 """Finds the repeated layers of a model, and runs chosen ones of them under PyTorch's non-reentrant checkpoint.
 
-A checkpoint (``torch.utils.checkpoint``, ``use_reentrant=False``) restores PyTorch's random numbers and autocast. It
-cannot see state: a block that reads or changes more than its arguments gives other bytes when it runs again. So a
-digest of the output of each pass is compared with that of the run in backward, on a CPU at once, and on a device, which
-answers late, as the micro-step ends. So a block runs again to its end, and a user's checkpoint in it as it does alone.
+A checkpoint (``torch.utils.checkpoint``, ``use_reentrant=False``) restores PyTorch's random numbers and autocast, and
+cannot see what else a block reads or changes. So a block runs again to its end, and a digest of its output is compared
+with that of its first run as backward ends, before any optimizer steps.
 
 [Note: Repeated layers] A repeated layer is a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` with at least
 one sibling of the same class and shape, and with modules inside. The outermost win: the experts of a mixture are part
@@ -35,6 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.config import matching
+from ds_tba.core import hooks
 from ds_tba.core.hooks import innermost_hooks, is_being_compiled, saves_through_ours, skip_frames, uncompiled
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import PassedThrough
@@ -137,10 +137,10 @@ class Blocks:
             yield
 
     def compare(self, path: str, first: _Digests, again: _Digests) -> None:
-        """Compare what a pass has returned with what it returns again: on a CPU at once, else when backward is over."""
+        """Compare what a pass has returned with what it returns again, as the backward that runs it again ends."""
         self.passes.append((path, first, again))
-        if all(one.device.type == "cpu" for one in (*first.values(), *again.values())):
-            self._read()
+        if torch._C._current_graph_task_id() != hooks.NO_BACKWARD:  # outside of one, end_backward() compares
+            torch.autograd.Variable._execution_engine.queue_callback(self._read)
 
     def end_backward(self) -> None:
         """End the recomputations of a backward, and compare what they have returned.
