@@ -267,7 +267,7 @@ class ActivationOffloader:
         patterns = config.recompute if isinstance(config.recompute, list) else []
         named = matching([*found], patterns, "recompute")
         blocks = Blocks(found if plans and config.recompute else {}, self.cache, named)
-        planning = Planning((planner or adaptive) if plans else None, stage)
+        planning = Planning(planner or adaptive, stage)
         return Controller(self.cache, machine, planning, self._running, blocks, self._trace_file)
 
     def _open_machine(self, everyone: Agreement) -> Machine:

@@ -32,15 +32,11 @@ class Alone:
     """The ranks that decide together: here one alone. Every method is called by all of them, in the same order.
 
     Values but numbers must be picklable.
-
-    Attributes:
-        rank: of this process among them.
-        where: for the log, which ranks these are, after a space; empty for all ranks of the run.
     """
 
-    rank: int = 0
+    rank: int = 0  # of this process among them
     size: int = 1
-    where: str = ""
+    where: str = ""  # for the log, which ranks these are, after a space; empty for all ranks of the run
 
     def all_reduce_max(self, value: int) -> int:
         """Return the highest value that any rank has."""
@@ -56,13 +52,9 @@ class Alone:
 
 
 class Ranks(Alone):
-    """Ranks over a group of their own in host memory: no device waits for it.
+    """Ranks over a group of gloo's, in host memory: no device waits for it.
 
-    Building one is a collective: every rank of the run does it.
-
-    Args:
-        group: of gloo, which has this rank; by default of all ranks.
-        where: see :class:`Alone`.
+    Building one is a collective: every rank of the run does it. Without a group it makes one of all ranks.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None = None, where: str = "") -> None:
@@ -73,11 +65,7 @@ class Ranks(Alone):
 
     @classmethod
     def of_stage(cls, stages: Sequence[Sequence[int]]) -> Ranks:
-        """Return the ranks of this rank's stage. A collective of all ranks of the run.
-
-        Args:
-            stages: the ranks of each; together all ranks, each in one stage.
-        """
+        """Return the ranks of this rank's stage, from those of each: together all ranks, each in one stage."""
         groups = [distributed.new_group(list(stage), backend="gloo") for stage in stages]
         number = next(number for number, stage in enumerate(stages) if distributed.get_rank() in stage)
         return cls(groups[number], f" of stage {number}")
@@ -105,33 +93,19 @@ Agreement = Alone | Ranks
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The facts that each rank shares before a plan is made.
+    """The facts that each rank shares before a plan is made."""
 
-    Attributes:
-        saved_bytes: of its trace; the rank with the most makes the plan.
-        limits: of the plan, if this rank were alone.
-    """
-
-    saved_bytes: int
+    saved_bytes: int  # of its trace: the rank with the most makes the plan
     resources: Resources
-    limits: Limits
+    limits: Limits  # of the plan, if this rank were alone
 
 
 class Planning:
-    """The making of plans.
+    """The making of plans: by a planner, for the ranks of an agreement."""
 
-    Args:
-        planner: chooses the placements; None where a trace is wanted, and no plan.
-        agreement: the ranks; an attribute.
-
-    Attributes:
-        makes_plans: plans are wanted at all.
-    """
-
-    def __init__(self, planner: Planner | None, agreement: Agreement) -> None:
+    def __init__(self, planner: Planner, agreement: Agreement) -> None:
         self._planner = planner
         self.agreement = agreement
-        self.makes_plans = planner is not None
         self._warned = set[str]()  # kinds of warnings
 
     def make(self, trace: Trace | None, limits: Limits) -> Plan | None:
@@ -142,29 +116,36 @@ class Planning:
                 there is no plan for any rank.
             limits: of the plan, if this rank were alone.
         """
-        found = self._agreed(trace, limits)
+        ranks = self.agreement
+        answers = ranks.all_gather(None if trace is None else Offer(trace.saved_bytes, trace.resources, limits))
+        offers = [answer for answer in answers if answer is not None]
+        found: Plan | str  # or why there is none, the same for every rank
+        if trace is None or len(offers) < len(answers):
+            found = f"rank {answers.index(None)}{ranks.where} has no part in one (its log says why)"
+        else:
+            leader = max(range(len(offers)), key=lambda rank: offers[rank].saved_bytes)
+            found = ranks.broadcast(self._planned(trace, limits, offers) if leader == ranks.rank else "", leader)
         if isinstance(found, str):
             self._warn_once(found, f"no new plan now, because {found}: tried again later")
             return None
         self._warn_of_budget(found, is_asked=limits.activation_budget_bytes is not None)
         return found
 
-    def _agreed(self, trace: Trace | None, limits: Limits) -> Plan | str:
-        """Return the plan, or why there is none: the same for every rank."""
-        where = self.agreement.where
-        own = None if trace is None else Offer(trace.saved_bytes, trace.resources, limits)
-        answers: list[Offer | None] = self.agreement.all_gather(own)
-        offers = [answer for answer in answers if answer is not None]
-        if len(offers) < len(answers):
-            return f"rank {answers.index(None)}{where} has no part in one (its log says why)"
-        leader = max(range(len(offers)), key=[offer.saved_bytes for offer in offers].__getitem__)
-        found: Plan | str = ""  # of the leader alone
-        if leader == self.agreement.rank and trace is not None and self._planner is not None:
-            try:
-                found = _planned(self._planner, trace, offers, limits)
-            except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
-                found = f"rank {leader}{where} could not plan ({type(error).__name__}: {error})"
-        return self.agreement.broadcast(found, leader)
+    def _planned(self, trace: Trace, limits: Limits, offers: Sequence[Offer]) -> Plan | str:
+        """Return the leader's plan, within the device's memory whatever the limits are, or why it has none."""
+        # The drives of another machine may be slower, and more worn, than the leader's.
+        write_limit_bytes = min(offer.limits.write_limit_bytes_per_step for offer in offers)
+        room_bytes = min(offer.limits.room_bytes for offer in offers)
+        limits = replace(limits, write_limit_bytes_per_step=write_limit_bytes)
+        try:
+            trace = replace(trace, resources=slowest([offer.resources for offer in offers]))
+            plan = self._planner(trace, limits)
+            if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
+                plan = self._planner(trace, replace(limits, activation_budget_bytes=int(room_bytes)))
+            return plan
+        except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
+            ranks = self.agreement
+            return f"rank {ranks.rank}{ranks.where} could not plan ({type(error).__name__}: {error})"
 
     def _warn_of_budget(self, found: Plan, *, is_asked: bool) -> None:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.prediction.peak_saved_bytes
@@ -191,16 +172,3 @@ class Planning:
         if kind not in self._warned and self.agreement.rank == 0:
             logger.warning("%s", text)
         self._warned.add(kind)
-
-
-def _planned(planner: Planner, trace: Trace, offers: Sequence[Offer], limits: Limits) -> Plan:
-    """Return a plan within the limits, and within the device's memory whatever they are."""
-    trace = replace(trace, resources=slowest([offer.resources for offer in offers]))
-    room_bytes = min(offer.limits.room_bytes for offer in offers)
-    # The drives of another machine may be more worn than the leader's.
-    write_limit_bytes = min(offer.limits.write_limit_bytes_per_step for offer in offers)
-    limits = replace(limits, write_limit_bytes_per_step=write_limit_bytes)
-    plan = planner(trace, limits)
-    if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
-        plan = planner(trace, replace(limits, activation_budget_bytes=int(room_bytes)))
-    return plan

@@ -31,7 +31,7 @@ from ds_tba.plan.trace import Trace
 from ds_tba.recompute import Blocks
 from ds_tba.remat.where import RunningModule
 from ds_tba.report import ReportFile
-from ds_tba.storage.base import Always, AnyStore, Choice, Policy
+from ds_tba.storage.base import Always, AnyStore, Choice
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,10 @@ REVIEW_STEPS = 8  # from one talk of the ranks to the next, while a plan is foll
 
 
 class ByPlan:
-    """Follows a plan for one micro-step, asked by the cache at each save.
+    """Follows a plan for one micro-step, asked by the cache at each save; ``step`` counts how that differs.
 
     Storages that the plan does not know are rematerialized where that can be, as it takes no room; else they go where
     there is room without waiting. It cannot see why a micro-step is another than the planned one.
-
-    Args:
-        plan: the plan.
-        stores: the store of each tier.
-        step: counts how this micro-step differs from the planned one.
     """
 
     def __init__(self, plan: Plan, stores: Mapping[Placement, AnyStore], step: OptimizerStep) -> None:
@@ -61,8 +56,7 @@ class ByPlan:
         }
         for place, store in stores.items():
             # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
-            others = [other for other in every if other is not store]
-            self._choices[place] = Choice((store, *others), True)
+            self._choices[place] = Choice(tuple(dict.fromkeys((store, *every))), True)
         self._chosen: dict[Hashable, Choice] = {}
         self._saved_bytes = self._planned_bytes = 0  # of what was saved and planned
 
@@ -74,17 +68,17 @@ class ByPlan:
 
     def _next(self, position: int, nbytes: int) -> Choice:
         plan = self._plan
-        if position >= len(plan.expected):
+        choice: Choice | None = None
+        if position < len(plan.expected):
+            index = plan.expected[position]
+            planned_bytes = plan.trace.storages[index].nbytes
+            self._step.drift_bytes += abs(nbytes - planned_bytes)
+            self._saved_bytes += nbytes
+            self._planned_bytes += planned_bytes
+            choice = self._choices.get(plan.placements[index])
+        if choice is None:  # one more than planned, or it was to be recomputed with a block that is not
             self._step.unknown_saves += 1
-            return self._unknown
-        index = plan.expected[position]
-        planned_bytes, placement = plan.trace.storages[index].nbytes, plan.placements[index]
-        self._step.drift_bytes += abs(nbytes - planned_bytes)
-        self._saved_bytes, self._planned_bytes = self._saved_bytes + nbytes, self._planned_bytes + planned_bytes
-        if placement not in self._choices:  # it was to be recomputed with a block that is not
-            self._step.unknown_saves += 1
-            return self._unknown
-        return self._choices[placement]
+        return choice or self._unknown
 
     def end(self) -> None:
         """End the micro-step."""
@@ -99,19 +93,11 @@ class ByPlan:
 
 
 class Controller:
-    """The policy of each micro-step.
+    """Opens each micro-step with the policy of the plan in force.
 
     Args:
-        cache: does the offloading.
-        machine: what plans are made for.
-        planning: makes the plans, with the other ranks.
-        running: tells which module of the model runs.
         blocks: modules of the model that may run again; none where ``recompute`` is off.
         trace_file: takes each trace.
-
-    Attributes:
-        in_force: the plan that is followed.
-        plans: how many there were.
     """
 
     def __init__(
@@ -126,17 +112,17 @@ class Controller:
         self._cache = cache
         self._machine = machine
         self._planning = planning
-        self._trace_file = trace_file
-        self._stores = machine.tiers.by_placement
-        self._policy: Policy
-        self._policy = self._safe = Always(list(self._stores.values()), wait=True, rematerialize=True)
-        self._budget_bytes = machine.config.activation_budget_bytes if planning.makes_plans else None
         self._agreement = planning.agreement
-        self._clock = accelerator = machine.accelerator
-        is_synchronous = accelerator.is_synchronous
-        self._scene = Scene(cache.eligibility_of, accelerator, running, machine.memory, is_synchronous)
         self._blocks = blocks
+        self._trace_file = trace_file
+        self._makes_plans = machine.config.placement == "adaptive"  # else a trace is wanted, and no plan
         self._chooses_blocks = machine.config.recompute is True
+        self._budget_bytes = machine.config.activation_budget_bytes if self._makes_plans else None
+        self._stores = machine.tiers.by_placement
+        self._safe = Always(list(self._stores.values()), wait=True, rematerialize=True)
+        self._by_plan: ByPlan | None = None  # the policy of the running micro-step; else it is the safe one
+        is_synchronous = machine.accelerator.is_synchronous
+        self._scene = Scene(cache.eligibility_of, machine.accelerator, running, machine.memory, is_synchronous)
         self._recording = Recording(self._scene, 0)
         self._trace: Trace | None = None  # recorded, or that of the plan in force
         self._steps = 0
@@ -148,13 +134,14 @@ class Controller:
         self._wanted = Action.GO_ON  # since the ranks talked last
         self._is_over = False
         self.feedback = Feedback(is_drive_shared=machine.is_drive_shared)
-        self.in_force: Plan | None = None
-        self.plans = 0
+        self.in_force: Plan | None = None  # the plan that is followed
+        self.plans = 0  # how many there were
         self._reason = ""  # for the plan in force; what was asked for since may have changed nothing
         cache.limit(self._budget_bytes, "activation_budget_bytes")
 
     def close(self) -> None:
-        self._is_over, self._recording = True, Recording(self._scene, 0)
+        self._is_over = True
+        self._recording = Recording(self._scene, 0)
 
     # ---- a micro-step -------------------------------------------------------------------------------------------
 
@@ -165,14 +152,20 @@ class Controller:
         continues = self._step is not None and self._cache.expects_forward
         if not continues:
             self._begin()
-        recorder = self._recording.current
+        recorder, policy = self._recording.current, self._by_plan
         around = None if recorder is None else recorder.around
-        prefetch_distance = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
-        with (
-            self._cache.saving(self._policy, around, prefetch_distance, continues=continues),
-            self._blocks.forward(recorder.passing if recorder is not None and self._chooses_blocks else None),
-        ):
-            yield
+        distance = () if policy is None else policy.prefetch_distance
+        try:
+            with (
+                self._cache.saving(policy or self._safe, around, distance, continues=continues),
+                self._blocks.forward(recorder.passing if recorder is not None and self._chooses_blocks else None),
+            ):
+                yield
+        except BaseException:  # a loop that goes on with the next batch has made no micro-step of this one
+            if self._step is not None and not continues:
+                self._step.micro_steps -= 1
+            self._by_plan = self._recording.current = None
+            raise
 
     def after_forward(self) -> ForwardHooks | None:
         """See :meth:`TensorCache.after_forward`: to a plan it is a part of the forward, behind its last block."""
@@ -203,7 +196,7 @@ class Controller:
         self._end_policy()
         step, self._step = self._step, None
         if step is not None:
-            step.end(self._clock.mark())
+            step.end(self._machine.accelerator.mark())
             self._ended.append(step)
             self._recording.end_step(step.ended, has_compiled=step.has_compiled)
             if self.in_force is None:
@@ -217,25 +210,28 @@ class Controller:
         is_steady = self.in_force is not None and not self._recording.wanted
         # By what is alike on all ranks: by anything else, one would wait in a collective that the others never enter.
         if not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0:
-            wanted, self._wanted = self._wanted, Action.GO_ON
-            self._do(Action(self._agreement.all_reduce_max(wanted)))
+            action = Action(self._agreement.all_reduce_max(self._wanted))
+            if action is not self._wanted:  # another rank has asked, whose log says why
+                self.feedback.reason = ""
+            self._wanted = Action.GO_ON
+            self._do(action)
 
     def _begin(self) -> None:
         self._end_policy()
         if self._step is None:
-            self._step = OptimizerStep(self._clock.mark())
+            self._step = OptimizerStep(self._machine.accelerator.mark())
         self._step.micro_steps += 1
         self._recording.begin()
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
         if plan is not None and not (plan.recomputed and self._recording.current):
-            self._policy = ByPlan(plan, self._stores, self._step)
+            self._by_plan = ByPlan(plan, self._stores, self._step)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
-        if isinstance(self._policy, ByPlan):
-            self._policy.end()
-        self._policy = self._safe
+        if self._by_plan is not None:
+            self._by_plan.end()
+        self._by_plan = None
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 
@@ -260,7 +256,7 @@ class Controller:
         # One that compiled would be held against a plan that had no part in its time.
         if step.has_compiled or len(self._ended) < (self._ended.maxlen or 0):
             return Action.GO_ON
-        time_s = self._clock.elapsed_s(step.began, step.ended)
+        time_s = self._machine.accelerator.elapsed_s(step.began, step.ended)
         return self.feedback.decide(self._steps, time_s, self._machine.tiers.rates(), step)
 
     def _do(self, action: Action) -> None:
@@ -280,7 +276,8 @@ class Controller:
     def _take(self, recording: Recording) -> None:
         """Go on from the recording; where it is broken, from the one before, if there is one."""
         with self._answering("discarding an inconsistent trace"):
-            trace = recording.recorded(self._machine.resources(), self._ended[-1].micro_steps)
+            micro_steps = self._ended[-1].micro_steps if self._ended else 0  # this rank had no forward
+            trace = recording.recorded(self._machine.resources(), micro_steps)
             if trace is None:
                 logger.warning(
                     "no plan yet: %d steps compiled something, or had no complete forward and backward. Activations "
@@ -288,7 +285,8 @@ class Controller:
                     recording.steps,
                 )
                 return
-            self._trace, plan = trace, self.in_force
+            self._trace = trace
+            plan = self.in_force
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
             moved_share = 1.0 if plan is None or plan.recomputed else plan.moved_share
             moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
@@ -305,7 +303,7 @@ class Controller:
                 corrected = replace(self.feedback.corrected(self._trace), resources=self._machine.resources())
                 limits = replace(self._machine.limits(corrected.step_s), movable_share=self.feedback.share)
                 trace = corrected
-        if not self._planning.makes_plans:  # over once there is a trace, for all ranks at once: they go on talking else
+        if not self._makes_plans:  # over once there is a trace, for all ranks at once: they go on talking else
             self._is_over = not self._agreement.all_reduce_max(int(trace is None))
             return
         found = self._planning.make(trace, limits)
@@ -318,22 +316,21 @@ class Controller:
         is_new = self.in_force is None or found.identity != self.in_force.identity  # on every rank alike
         if self._chooses_blocks:
             self._blocks.chosen = found.recomputed
-        self._trace, self.in_force = found.trace, found
+        self._trace = found.trace
+        self.in_force = found
         held_bytes = found.limits.activation_budget_bytes
         # The plan's own warning tells where no plan fits a room that the user has not set.
         self._cache.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
         self.feedback.planned(found, self._machine.tiers.rates())
         if not is_new:
             return
-        self.plans, self._reason = self.plans + 1, self.feedback.reason
+        self.plans += 1
+        self._reason = self.feedback.reason
         if self._agreement.rank == 0:
             logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self._reason))
 
     def summary(self) -> dict[str, object]:
         """Return the fields of the report that are about plans."""
         plan = self.in_force
-        measured_s = self.feedback.measured_step_s
-        return {
-            "plans": self.plans,
-            "plan": plan and {"reason": self._reason, "measured_step_s": measured_s, **plan.summary()},
-        }
+        told = {"reason": self._reason, "measured_step_s": self.feedback.measured_step_s}
+        return {"plans": self.plans, "plan": plan and {**told, **plan.summary()}}

@@ -1,23 +1,20 @@
 """Judges the steps under a plan: what share of the bytes may be offloaded, and when to plan or to record again.
 
-[Note: One number] A plan's replay knows the rates of the drives and of the copies. It cannot know what offloading costs
-the kernels, the host's threads or other processes, nor all that computing again costs. So a plan is followed and its
-steps are measured. Where three of four take longer than ``max_step_overhead`` allows, the share falls to a quarter;
-where they leave room for it, it rises by a tenth. It bounds the bytes that may be offloaded and the part of
-``max_step_overhead`` that the planner may spend: with a share of 0 everything is kept. With a budget, time is already
-the least that the planner finds: there a step is too long that takes longer than its plan said, and the planner takes
-more than the share where less would not fit. All ranks rise and fall together, so that the share is one number on all.
+[Note: One number] A replay cannot know what offloading costs the kernels, the host's threads or other processes, nor
+all that computing again costs. So the steps of a plan are measured. Where three of four take longer than
+``max_step_overhead`` allows, the share falls to a quarter; where they leave room for it, it rises by a tenth. It bounds
+the bytes that may be offloaded and the part of ``max_step_overhead`` that the planner may spend: with 0 everything is
+kept. With a budget a step is too long that takes longer than its plan said, and the planner takes more than the share
+where less would not fit. All ranks rise and fall together. Where ZeRO uses the drive, too, the share begins at 0.
 
-[Note: One back-off] Each plan and each recording doubles the steps until the next, from 5 to 640, whatever asks for it;
-the share alone rises without that. So a machine whose steps change by themselves is left alone, and a fall has to be
-shown by ever more steps, but for that of a share that has just risen: too long steps take the rise back. Only storages
-that are larger than ever before are planned for at once.
+[Note: One back-off] Each plan and each recording doubles the steps until the next, whatever asks for it; the share
+alone rises without that. So a machine whose steps change by themselves is left alone. Too long steps take a rise back
+at once, and only storages that are larger than ever before are planned for at once.
 
 [Note: The kept step] What a step takes with everything kept is read from the recording, in which our own work does not
-count, and from the steps of a plan that keeps everything: their lower quartile, as steps under a plan are judged by
-theirs. If it is too short, because the machine has become slower, falls end in such a plan. If it is too long (of a
-slow time), a step under a plan is shorter. No step is shorter because it offloads: so the kept step is as short, and if
-that is a tenth shorter, steps are recorded again, once. Where ZeRO uses the drive, too, the share begins at 0.
+count, and from the steps of a plan that keeps everything. If it is too short, because the machine has become slower,
+falls end in such a plan. If it is too long (of a slow time), a step under a plan is shorter. No step is shorter because
+it offloads: so the kept step is as short, and if that is a tenth shorter, steps are recorded again, once.
 
 Knows numbers only, and no clock; does not decide alone, as ranks have to agree.
 """
@@ -54,23 +51,17 @@ class Action(IntEnum):
 
 
 class Feedback:
-    """See the notes.
+    """See the notes."""
 
-    Args:
-        is_drive_shared: ZeRO uses it, too.
-
-    Attributes:
-        share: fraction of the movable bytes and of ``max_step_overhead`` for the next plan; the same on all ranks.
-        kept_s: seconds of a step with everything kept.
-        growth: fraction by which storages were larger than those of the plan, at most.
-        reason: why the last action was asked for.
-    """
-
-    def __init__(self, *, is_drive_shared: bool = False) -> None:
+    def __init__(self, *, is_drive_shared: bool = False) -> None:  # by ZeRO
+        # Of the movable bytes, and of max_step_overhead, for the next plan; the same on all ranks.
         self.share = 0.0 if is_drive_shared else 1.0
-        self.kept_s, self.growth, self.reason = 0.0, 0.0, ""
-        self._plan: Plan  # in force, made at these rates
-        self._rates, self._learnt_s = (0.0, 0.0), 0.0  # and the kept step of the recording or of a plan that keeps all
+        self.kept_s = 0.0  # of a step with everything kept
+        self.growth = 0.0  # fraction by which storages were larger than those of the plan, at most
+        self.reason = ""  # for the last action that was asked for
+        self._plan: Plan  # in force
+        self._rates = (0.0, 0.0)  # at which it was made
+        self._learnt_s = 0.0  # the kept step of the recording, or of a plan that keeps all
         self._times_s: deque[float] = deque(maxlen=MAX_STEPS // 10)
         self._wait_steps = self._acted_at = 0  # of the back-off, and the step at which it began
         self._risen_at = -MAX_STEPS  # the step of a rise, if that was the last change; on all ranks alike
@@ -83,16 +74,13 @@ class Feedback:
         return median_low(times_s) if times_s else None
 
     def recorded(self, step_s: float, moving_s: float) -> None:
-        """Take the kept step from a new trace.
-
-        Args:
-            step_s: seconds of its step.
-            moving_s: seconds that offloading added to its kernels, as far as that is known.
-        """
+        """Take the kept step from a new trace, to whose kernels offloading added ``moving_s``, as far as is known."""
         # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
-        self.kept_s, self.growth = max(step_s / 2, step_s - moving_s), 0.0
+        self.kept_s = max(step_s / 2, step_s - moving_s)
+        self.growth = 0.0
         # Recorded again, it is too long for a reason that stays: no third recording.
-        self._learnt_s, self._is_recording_again = 0.0 if self._is_recording_again else self.kept_s, False
+        self._learnt_s = 0.0 if self._is_recording_again else self.kept_s
+        self._is_recording_again = False
 
     def corrected(self, trace: Trace) -> Trace:
         """Return a trace as long as a kept step takes, and with storages as large as steps under the plan had."""
@@ -102,27 +90,24 @@ class Feedback:
 
     def planned(self, plan: Plan, rates: tuple[float, float]) -> None:
         """Judge steps by a plan from now on, which was made at these rates of the drives."""
-        self._plan, self._rates, self.kept_s, self.growth = plan, rates, plan.trace.step_s, 0.0
+        self._plan = plan
+        self._rates = rates
+        self.kept_s = plan.trace.step_s
+        self.growth = 0.0
 
     def is_due(self, step: int) -> bool:
         """Return whether the wait since the last plan or recording is over; see [Note: One back-off]."""
         return step - self._acted_at >= self._wait_steps
 
     def decide(self, step: int, time_s: float, rates: tuple[float, float], seen: OptimizerStep) -> Action:
-        """Return the action to take after a step under the plan.
-
-        Args:
-            step: its number.
-            time_s: seconds from its begin to its end.
-            rates: of the drives as they are now.
-            seen: the step.
-        """
+        """Return the action to take after a step under the plan, with the rates of the drives as they are now."""
         plan, is_due = self._plan, self.is_due(step)
         if seen.growth > MAX_DRIFT:
             # Where no plan could be made for as large ones, it is tried again when it is due.
-            is_larger, self.growth = seen.growth > self.growth, max(self.growth, seen.growth)
-            larger = f"storages are larger than those of the plan by {seen.growth:.0%}"
-            return self._ask(Action.PLAN, larger) if is_larger or is_due else Action.GO_ON
+            if seen.growth <= self.growth and not is_due:
+                return Action.GO_ON
+            self.growth = max(self.growth, seen.growth)
+            return self._ask(Action.PLAN, f"storages are larger than those of the plan by {seen.growth:.0%}")
         planned_bytes = max(1, plan.trace.saved_bytes * seen.micro_steps)
         missed = seen.missed_bytes / planned_bytes
         if seen.micro_steps != plan.trace.micro_steps or seen.unknown_saves or missed > MAX_DRIFT:
@@ -143,19 +128,18 @@ class Feedback:
         return found
 
     def change(self, action: Action, step: int) -> None:
-        """Begin anew with another plan, for which the share rises or falls, as all ranks do together.
-
-        Args:
-            step: number of the last step.
-        """
+        """Begin anew after a step with another plan, for which the share rises or falls, as all ranks do together."""
         self._times_s.clear()  # or steps of the plan before would be held against the next one
-        is_on_trial, self._risen_at = step - self._risen_at <= 5 * MIN_STEPS, -MAX_STEPS  # ranks talk some steps later
         if action is Action.RISE:
-            self.share, self._risen_at = min(1.0, round(self.share + INCREASE, 3)), step
+            self.share = min(1.0, round(self.share + INCREASE, 3))
+            self._risen_at = step
             return
-        self._acted_at, self._wait_steps = step, min(MAX_STEPS, max(MIN_STEPS, 2 * self._wait_steps))
+        is_on_trial = step - self._risen_at <= 5 * MIN_STEPS  # ranks talk some steps later
+        self._risen_at = -MAX_STEPS
+        self._acted_at = step
+        self._wait_steps = min(MAX_STEPS, max(MIN_STEPS, 2 * self._wait_steps))
         if action is Action.FALL:
-            lower = self.share - INCREASE if is_on_trial else self.share / DECREASE
+            lower = round(self.share - INCREASE, 3) if is_on_trial else self.share / DECREASE
             self.share = lower if lower >= INCREASE else 0.0  # or no plan would keep everything, and show such a step
 
     def _ask(self, action: Action, reason: str) -> Action:
@@ -167,7 +151,8 @@ class Feedback:
         # Three of four steps decide, of as many as were waited for, or alternating steps would be reviewed for ever.
         needed = MIN_STEPS if step - self._risen_at <= 3 * MIN_STEPS else min(self._wait_steps, MAX_STEPS // 10)
         times_s = sorted([*self._times_s][-max(needed, 3 * MIN_STEPS) :])
-        quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one
+        quarter = len(times_s) // 4
+        median_s = median_low(times_s)  # of two groups of steps it is that of one
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])
         if plan.keeps_all:
             self.kept_s = self._learnt_s = times_s[quarter]
@@ -192,26 +177,16 @@ class Feedback:
 
 @dataclass(slots=True)
 class OptimizerStep:
-    """One optimizer step, and how its saves differ from those of the plan's trace.
+    """One optimizer step, and how its saves differ from those of the plan's trace."""
 
-    Attributes:
-        began, ended: marks of the clock, without the time between two steps.
-        micro_steps: how many there were.
-        unknown_saves: that the plan has no storage or no block for.
-        missed_bytes: of storages of the plan that were not saved.
-        drift_bytes: by which storages differ in size, those that were not saved in full.
-        growth: the fraction by which what was saved is larger; of the micro-step that grew most.
-        has_compiled: whether something was compiled in it; then its times say nothing of other steps.
-    """
-
-    began: object
+    began: object  # mark of the clock, without the time since the step before
     micro_steps: int = 0
-    unknown_saves: int = 0
-    missed_bytes: int = 0
-    drift_bytes: int = 0
-    growth: float = 0.0
+    unknown_saves: int = 0  # that the plan has no storage or no block for
+    missed_bytes: int = 0  # of storages of the plan that were not saved
+    drift_bytes: int = 0  # by which storages differ in size, those that were not saved in full
+    growth: float = 0.0  # fraction by which what was saved is larger, of the micro-step that grew most
     ended: object = None
-    has_compiled: bool = False
+    has_compiled: bool = False  # something; then its time says nothing of other steps
     _compilations: int = field(default_factory=compilations)
 
     def end(self, ended: object) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -36,12 +36,9 @@ TIMES = 5
 def measure_copies(
     accelerator: Accelerator, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
-    """Return the rates of one copy at a time out of the device and into it, in bytes per second.
+    """Return the rates of one copy at a time out of the device and into it, in bytes per second: the best of a few.
 
-    The best of a few each way; takes some tens of milliseconds.
-
-    Args:
-        staged: staging memory of the size to be copied; overwritten.
+    Takes some tens of milliseconds, and overwrites ``staged``, which has the size to be copied.
     """
     nbytes, device, stream = staged.numel(), accelerator.device(), accelerator.current_stream()
     data = accelerator.allocate(nbytes, device)
@@ -62,10 +59,9 @@ def measure_copies(
 class Places(Protocol):
     """The tiers, as plans see them: ``Tiers`` documents these."""
 
-    @property
-    def by_placement(self) -> Mapping[Placement, AnyStore]: ...
-    @property
-    def host(self) -> HostStore | None: ...
+    by_placement: dict[Placement, AnyStore]
+    host: HostStore | None
+
     def left_tbw(self) -> float: ...
     def stored_share(self) -> float: ...
     def rates(self) -> tuple[float, float]: ...
@@ -74,23 +70,15 @@ class Places(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """See the head.
-
-    Attributes:
-        copies: the rates of copies out of the device and into it, in bytes per second.
-        memory: of everything but saved tensors.
-        accelerator: of the training device, and its clock.
-        sharers: ranks that share the device's memory.
-        is_drive_shared: ZeRO uses a drive of any rank, too.
-    """
+    """See the head."""
 
     config: OffloadConfig
     tiers: Places
-    copies: tuple[float, float]
-    memory: MemoryMeter
-    accelerator: Accelerator
-    sharers: int = 1
-    is_drive_shared: bool = False
+    copies: tuple[float, float]  # see measure_copies()
+    memory: MemoryMeter  # of everything but saved tensors
+    accelerator: Accelerator  # of the training device, and its clock
+    sharers: int = 1  # ranks that share the device's memory
+    is_drive_shared: bool = False  # ZeRO uses a drive of any rank, too
 
     def resources(self) -> Resources:
         """Return the rates of now; a path that failed is left out."""

@@ -19,28 +19,18 @@ SAME_TIME_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the cost of a plan.
+    """Bounds of the cost of a plan."""
 
-    Attributes:
-        max_step_overhead: fraction of the step's time that may be added, where there is no budget.
-        activation_budget_bytes: bound of the saved bytes in device memory; with a budget, step time is minimized.
-        host_budget_bytes: bound of the host tier.
-        write_limit_bytes_per_step: bound of what one step writes.
-        recompute: whether blocks may be recomputed.
-        rematerialize: whether storages may be rematerialized from others.
-        movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together, and of
-            ``max_step_overhead`` that may be spent. A budget that fits with more only is kept all the same.
-        room_bytes: of the device for activations; the budget where a plan without one would not fit.
-    """
-
-    max_step_overhead: float = 0.02
-    activation_budget_bytes: int | None = None
+    max_step_overhead: float = 0.02  # fraction of the step's time that may be added, where there is no budget
+    activation_budget_bytes: int | None = None  # of saved bytes in device memory; with it, step time is minimized
     host_budget_bytes: int = 0
     write_limit_bytes_per_step: float = math.inf
-    recompute: bool = True
-    rematerialize: bool = True
+    recompute: bool = True  # blocks may be
+    rematerialize: bool = True  # storages may be
+    # Of the bytes of all movable storages, the fraction that host memory and NVMe may take together; and the part of
+    # max_step_overhead that may be spent. A budget that fits with more only is kept all the same.
     movable_share: float = 1.0
-    room_bytes: float = math.inf
+    room_bytes: float = math.inf  # of the device for activations: the budget where a plan without one would not fit
 
     @classmethod
     def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:
@@ -60,51 +50,31 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The cost of one step of ``micro_steps`` micro-steps.
+    """The cost of one step."""
 
-    Attributes:
-        peak_saved_bytes: most device bytes that saved storages hold at once, with what is read ahead and what a copy
-            out still holds.
-        step_s: with the optimizer; ``stall_s``, ``recomputed_s`` and ``rematerialized_s`` are what the step has more
-            than the trace.
-        written_bytes, read_bytes: moved by the drives, padded.
-        forwarded_bytes: handed over from staging instead of read.
-        host_bytes: most bytes that the host tier holds at once.
-        rematerialized_s: in which storages are rematerialized from others.
-    """
-
-    peak_saved_bytes: int
-    step_s: float
+    peak_saved_bytes: int  # in device memory at once, with what is read ahead and what a copy out still holds
+    step_s: float  # with the optimizer; it is longer than the trace's by the next two and by ``rematerialized_s``
     stall_s: float
     recomputed_s: float
-    written_bytes: int
+    written_bytes: int  # to the drives, padded
     read_bytes: int
-    forwarded_bytes: int
-    host_bytes: int
+    forwarded_bytes: int  # handed over from staging instead of read
+    host_bytes: int  # in the host tier at once
     peak_staging_bytes: int
     rematerialized_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The placements chosen for the next steps.
+    """The placements chosen for the next steps."""
 
-    Attributes:
-        planner: who chose.
-        trace, limits: what the placements were chosen for.
-        placements: of each storage in pack order; RECOMPUTE where its block's recomputation makes it again,
-            REMATERIALIZE where it is made of its sources.
-        recomputed_blocks: for each block, whether its forward runs again.
-        prefetch_distance: ``prefetch_distance[i]`` is how many of the next reloads to have issued once backward has
-            used ``i`` of the moved storages; empty where prefetching goes as far as the bounds allow.
-        prediction: the cost for which the plan was chosen.
-    """
-
-    planner: str
+    planner: str  # who chose
     trace: Trace
     limits: Limits
-    placements: tuple[Placement, ...]
+    placements: tuple[Placement, ...]  # of the storages; RECOMPUTE: the block that made it runs again
     recomputed_blocks: tuple[bool, ...]
+    # At index i: how many of the next reloads to have issued once backward has used i of the moved storages. Empty:
+    # prefetching goes as far as the bounds allow.
     prefetch_distance: tuple[int, ...]
     prediction: Prediction
 
@@ -117,9 +87,8 @@ class Plan:
     @property
     def moved_share(self) -> float:
         """Return the fraction of the movable bytes that goes to NVMe or to the host."""
-        sizes = dict(self.bytes_by_placement)
-        moved_bytes = sizes.get(Placement.NVME, 0) + sizes.get(Placement.HOST, 0)
-        return moved_bytes / max(1, self.trace.movable_bytes)
+        sizes = self.bytes_by_placement
+        return (sizes.get(Placement.NVME, 0) + sizes.get(Placement.HOST, 0)) / max(1, self.trace.movable_bytes)
 
     @cached_property
     def keeps_all(self) -> bool:
@@ -148,21 +117,17 @@ class Plan:
         return self.trace.saved_bytes, self.placements, self.recomputed_blocks
 
     @property
-    def bytes_by_placement(self) -> list[tuple[Placement, int]]:
+    def bytes_by_placement(self) -> dict[Placement, int]:
         """Return the bytes of the trace's storages, for each placement that any has."""
         sizes = dict.fromkeys(Placement, 0)
         for storage, placement in zip(self.trace.storages, self.placements, strict=True):
             sizes[placement] += storage.nbytes
-        return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
+        return {placement: nbytes for placement, nbytes in sizes.items() if nbytes}
 
     def describe(self, reason: str) -> str:
-        """Describe the plan in one line.
-
-        Args:
-            reason: why it was made; empty for the first.
-        """
+        """Describe the plan in one line, with the reason for it; the first has none."""
         cost, step_s = self.prediction, self.trace.step_s
-        where = ", ".join(f"{place.word} {nbytes / MIB:.0f} MiB" for place, nbytes in self.bytes_by_placement)
+        where = ", ".join(f"{place.word} {nbytes / MIB:.0f} MiB" for place, nbytes in self.bytes_by_placement.items())
         longer = cost.step_s / step_s - 1 if step_s else 0.0
         return (
             f"{self.planner}{', because ' + reason if reason else ''}: {where}; expected peak "
@@ -173,7 +138,7 @@ class Plan:
         """Return the fields of the report."""
         return {
             "planner": self.planner,
-            "bytes": {place.word: nbytes for place, nbytes in self.bytes_by_placement},
+            "bytes": {place.word: nbytes for place, nbytes in self.bytes_by_placement.items()},
             "recomputed_blocks": sum(self.recomputed_blocks),
             "blocks": len(self.trace.blocks),
             "kept_step_s": self.trace.step_s,

@@ -14,8 +14,8 @@ on all modules, and runs without compilation once that has happened too often. S
 takes none off: which module runs is read from the call stack, when a storage is saved for the first time.
 
 [Note: Two recordings] One recording alone holds whatever else the machine did: on two cores a pause of 40 ms in a gap
-of 5 ms is not rare. Of two recordings that save as much, the shorter one counts. With gradient accumulation both are of
-one step, else of two.
+of 5 ms is not rare. Of two recordings that save as much, the shorter one counts; else the one that saves more, as a
+plan for it holds for smaller micro-steps, too. With gradient accumulation both are of one step, else of two.
 
 [Note: Compilation] A step in which something was compiled shows how long that took, and not how long steps take. What
 was recorded in it is dropped, and a later step is recorded.
@@ -28,23 +28,16 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any, Protocol
 
 import torch
 
 from ds_tba.core.accounts import Ends, Notice
 from ds_tba.core.hooks import NO_BACKWARD
-from ds_tba.core.saved import (
-    Hooks,
-    Origin,
-    PassedThrough,
-    SavedCounted,
-    SavedExcluded,
-    SavedView,
-    StorageKey,
-)
+from ds_tba.core.saved import Held, Hooks, Origin, PassedThrough, SavedCounted, SavedExcluded, SavedView, StorageKey
 from ds_tba.core.tensors import Eligibility
 from ds_tba.device.accelerator import MemoryMeter
-from ds_tba.plan.trace import OUTSIDE, BlockTrace, Clock, Resources, StorageTrace, Trace
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule
 
 RECORDINGS = 2
@@ -54,13 +47,28 @@ MAX_RECORDED_STEPS = 5
 HAIR = 2.0**-10
 
 
-class _Ended(Notice):
-    """Tells the end of a saved tensor, which autograd has released, or that of a storage in forward.
+class Clock(Protocol):
+    """Time as the stream of kernels sees it: marks, and the seconds between two."""
 
-    Attributes:
-        storage: of which.
-        in_forward: forward has released a storage that was offloaded.
-    """
+    def mark(self) -> Any: ...
+    def elapsed_s(self, earlier: Any, later: Any) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The surroundings of a recording."""
+
+    eligibility_of: Callable[[torch.Tensor], Eligibility]  # the cache's
+    clock: Clock  # of the training device
+    running: RunningModule
+    memory: MemoryMeter | None = None  # sampled while the trace's clock stands still
+    # The device is the host. Elsewhere a copy holds the tensor until the host sees that the copy is done, which says
+    # nothing about when forward releases the tensor.
+    is_synchronous: bool = True
+
+
+class _Ended(Notice):
+    """Tells the end of a saved tensor, which autograd has released, or of a storage that left, which forward has."""
 
     __slots__ = ("in_forward", "storage")
 
@@ -105,56 +113,27 @@ def _before(times: list[float], moment: int | None) -> float:
     return at_s - (at_s - before_s) * HAIR  # not the next smaller number: that is the same number after scaling
 
 
+@dataclass(eq=False)
 class Recorded:
     """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
 
     __slots__ = ("__weakref__", "held", "pass_number", "storage")
 
-    def __init__(
-        self, held: PassedThrough | SavedCounted | SavedView, storage: _Storage | None, pass_number: int
-    ) -> None:
-        self.held = held
-        self.storage = storage
-        self.pass_number = pass_number
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The surroundings of a recording.
-
-    Attributes:
-        eligibility_of: the cache's.
-        clock: of the training device.
-        running: tells which module runs.
-        memory: is sampled while the trace's clock stands still.
-        is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
-            copy is done, which says nothing about when forward releases the tensor.
-    """
-
-    eligibility_of: Callable[[torch.Tensor], Eligibility]
-    clock: Clock
-    running: RunningModule
-    memory: MemoryMeter | None = None
-    is_synchronous: bool = True
+    held: Held
+    storage: _Storage | None
+    pass_number: int
 
 
 class Recorder:
-    """The hooks that record one micro-step, and the trace of it.
-
-    Attributes:
-        pauses: marks around all work of ours, during which the trace's clock stands still.
-        forwards: the numbers of the next pause and the next storage when each forward began.
-        ended: mark of the end of backward.
-        is_whole: backward was there, and no error has ended it before its end.
-    """
+    """The hooks that record one micro-step, and the trace of it."""
 
     def __init__(self, scene: Scene) -> None:
-        self.pauses: list[tuple[object, object]] = []
+        self.pauses: list[tuple[object, object]] = []  # marks around all work of ours
         self.storages: list[_Storage] = []
-        self.forwards: list[tuple[int, int]] = []
+        self.forwards: list[tuple[int, int]] = []  # the numbers of the next pause and storage when each began
         self.first_use = math.inf  # pause of the first unpack
-        self.ended: object = None
-        self.is_whole = False
+        self.ended: object = None  # mark of the end of backward
+        self.is_whole = False  # backward was there, and no error has ended it before its end
         self._backward = NO_BACKWARD
         self._passes: list[_Pass] = []
         # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
@@ -198,7 +177,6 @@ class Recorder:
     def pack(self, tensor: torch.Tensor) -> Recorded:
         with self._pause():
             held = self._hooks[0](tensor)
-            self._sample_memory()
             storage = None if isinstance(held, PassedThrough) else self._saved(held, tensor)
             recorded = Recorded(held, storage, self._pass_number)
             if storage is not None:
@@ -210,7 +188,8 @@ class Recorder:
             return self._hooks[1](recorded.held)
         backward = torch._C._current_graph_task_id()
         if backward not in (NO_BACKWARD, self._backward):  # another one, also inside of the one before
-            self._backward, self.is_whole = backward, False
+            self._backward = backward
+            self.is_whole = False
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # not called after an error
         with self._pause():
             tensor = self._hooks[1](recorded.held)
@@ -218,7 +197,6 @@ class Recorder:
             self.first_use = min(self.first_use, now)
             if recorded.pass_number != OUTSIDE:
                 self._passes[recorded.pass_number].uses.append(now)
-            self._sample_memory()
             storage = recorded.storage
             if storage is not None and storage.unpacked is None:
                 storage.unpacked = now
@@ -237,16 +215,14 @@ class Recorder:
         if self.ended is None:
             self.ended = self._scene.clock.mark()
 
-    def _sample_memory(self) -> None:
-        if self._scene.memory is not None:
-            self._scene.memory.sample()
-
     @contextmanager
     def _pause(self) -> Iterator[None]:
         """Stop the trace's clock for work of ours; see [Note: Pauses]."""
         self._ends.act()
         before = self._scene.clock.mark()
         yield
+        if self._scene.memory is not None:
+            self._scene.memory.sample()
         self._ends.act()
         self.pauses.append((before, self._scene.clock.mark()))
 
@@ -300,12 +276,7 @@ class Recorder:
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
     def trace(self, resources: Resources, optimizer_s: float = 0.0, micro_steps: int = 1) -> Trace:
-        """Return the trace of the micro-step; blocks the host until the device has reached its end.
-
-        Args:
-            resources: the machine.
-            optimizer_s, micro_steps: see :class:`ds_tba.plan.trace.Trace`.
-        """
+        """Return the trace of the micro-step; blocks the host until the device has reached its end."""
         times = self._times()
         blocks = [self._block(number, one, times) for number, one in enumerate(self._passes)]
         storages = [self._row(one, blocks, times) for one in self.storages]
@@ -325,7 +296,8 @@ class Recorder:
         return times
 
     def _block(self, number: int, found: _Pass, times: list[float]) -> BlockTrace:
-        left_s, started_s, ended_s = times[found.left], times[-1], times[-1]
+        left_s = times[found.left]
+        started_s = ended_s = times[-1]
         if found.uses:
             started_s = max(left_s, times[found.uses[0]])
             ended_s = max(started_s, times[found.uses[-1]])
@@ -360,25 +332,17 @@ class Recorder:
 
 
 class Recording:
-    """The recordings of micro-steps from which one trace is made. Does not decide when to record.
-
-    Args:
-        wanted: how many; an attribute. Without any, nothing is recorded.
-
-    Attributes:
-        current: the recorder of the running micro-step, if that is recorded.
-        steps: optimizer steps since the beginning.
-    """
+    """The recordings of micro-steps from which one trace is made. Does not decide when to record."""
 
     def __init__(self, scene: Scene, wanted: int = RECORDINGS) -> None:
         self._scene = scene
-        self.wanted = wanted
+        self.wanted = wanted  # how many; without any, nothing is recorded
         self._done: list[Recorder] = []
         self._before_step = 0  # how many were done before this step
         self._backward_ended: object = None
         self._optimizer_steps: list[tuple[object, object]] = []
-        self.current: Recorder | None = None
-        self.steps = 0
+        self.current: Recorder | None = None  # of the running micro-step, if that is recorded
+        self.steps = 0  # of the optimizer, since it began
 
     @property
     def is_over(self) -> bool:
@@ -404,12 +368,7 @@ class Recording:
                 self._done.append(recorder)
 
     def end_step(self, ended: object, *, has_compiled: bool = False) -> None:
-        """End the step.
-
-        Args:
-            ended: mark of the clock.
-            has_compiled: whether something was compiled in the step; see [Note: Compilation].
-        """
+        """End the step, at a mark of the clock; ``has_compiled``: see [Note: Compilation]."""
         self.steps += 1
         self._keep()
         if has_compiled:  # or the plan would promise steps as long as the compiler takes
@@ -419,15 +378,8 @@ class Recording:
         self._before_step, self._backward_ended = len(self._done), None
 
     def recorded(self, resources: Resources, micro_steps: int) -> Trace | None:
-        """Return the trace of all recordings, if there are any; blocks the host until the device has reached their end.
-
-        Args:
-            resources: the machine.
-            micro_steps: of one step.
-        """
+        """Return the trace of the recording that counts, if there is any; the host waits for the device."""
         took_s = [max(0.0, self._scene.clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])
         traces = [one.trace(resources, optimizer_s, micro_steps) for one in self._done]
-        # By size first: a plan for the recording that saved most holds for smaller micro-steps, too. Then the shorter:
-        # whatever else the machine did in the other is no part of a step.
         return max(traces, key=lambda trace: (trace.saved_bytes, -trace.end_s), default=None)

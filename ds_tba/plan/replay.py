@@ -45,63 +45,50 @@ Places = npt.NDArray[np.int8]
 SLOWER = 1.25
 MIN_DISTANCE = 2
 
-_KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
-# In this order where they happen at the same time.
+KEEP, HOST, NVME = Placement.KEEP, Placement.HOST, Placement.NVME
+# Events, in this order where they happen at the same time.
 _PACK, _BEGIN, _USE, _AGAIN = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A choice for every storage and every block.
+    """A choice for every storage and every block."""
 
-    Attributes:
-        placements: of each storage if it exists; RECOMPUTE is as KEEP, as it follows from ``recomputed``, and so is
-            what no store would take, and REMATERIALIZE where a source does not exist or is dropped.
-    """
-
+    # Where a storage exists. RECOMPUTE is as KEEP, as it follows from ``recomputed``, and so is what no store would
+    # take, and REMATERIALIZE where a source does not exist or is dropped.
     placements: Places
     recomputed: Bools
 
 
 class Timeline:
-    """The columns of a trace.
-
-    Attributes:
-        trace: as given.
-        nbytes, padded_bytes: sizes, and as they count in staging and on the drive.
-        pack_s, left_s, used_s, freed_s: of each storage: saved, last use in forward, first use in backward, freed.
-        movable, used: of each storage: see ``StorageTrace``.
-        to_nvme: the storages that the NVMe store would take at all.
-        saved: False where nobody saves a storage unless a block that reads it is recomputed.
-        owner: the block whose recomputation makes a storage again; -1 where several blocks saved it, or none.
-        rematerialize_s: to make a storage again from its sources; not a number where that cannot be.
-        recompute_s, backward_start_s, recomputable: of each block.
-        inputs, readers: pairs of a storage and a block that reads it and does not produce it; the same, and the blocks
-            that saved it.
-        sources: pairs of a storage and one that it can be rematerialized from, in the order of the former.
-    """
+    """The columns of a trace: of its storages, and of its blocks."""
 
     def __init__(self, trace: Trace) -> None:
         rows, blocks = trace.storages, trace.blocks
         self.trace = trace
         self.nbytes: Ints = np.array([row.nbytes for row in rows], np.int64)
-        self.padded_bytes: Ints = -(-self.nbytes // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES
+        self.padded_bytes: Ints = -(-self.nbytes // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES  # in staging, on a drive
         self.pack_s: Floats = np.array([row.pack_s for row in rows], float)
         self.left_s: Floats = np.array([row.last_forward_use_s for row in rows], float)
         self.used_s: Floats = np.array([row.first_backward_use_s for row in rows], float)
         self.freed_s: Floats = np.array([row.freed_s for row in rows], float)
         self.movable: Bools = np.array([row.is_movable for row in rows], bool)
-        self.saved: Bools = np.array([bool(row.blocks) for row in rows], bool)
         self.to_nvme: Bools = self.movable & (trace.resources.write_bytes_per_s > 0)
         self.used: Bools = np.array([row.is_used for row in rows], bool)
+        # Else only where a block that reads a storage is recomputed.
+        self.saved: Bools = np.array([bool(row.blocks) for row in rows], bool)
+        # The block whose recomputation makes a storage again; -1 where several blocks saved it, or none.
         self.owner: Ints = np.array([row.blocks[0] if len(row.blocks) == 1 else OUTSIDE for row in rows], np.int64)
+        # From its sources; not a number where that cannot be.
         self.rematerialize_s: Floats = np.array([row.rematerialize_s for row in rows], float)
         self.recompute_s: Floats = np.array([one.forward_end_s - one.forward_start_s for one in blocks], float)
         self.backward_start_s: Floats = np.array([block.backward_start_s for block in blocks], float)
         self.recomputable: Bools = np.array([block.is_recomputable for block in blocks], bool)
+        # Pairs of a storage and a block: that reads and does not produce it, and also those that saved it.
         inputs = [(index, number) for number, block in enumerate(blocks) for index in block.inputs]
         savers = [(index, number) for index, row in enumerate(rows) for number in row.blocks if number != OUTSIDE]
         self.inputs, self.readers = _pairs(inputs), _pairs(inputs + savers)
+        # Pairs of a storage and one that it can be rematerialized from, in the order of the former.
         made = [(index, row) for index, row in enumerate(rows) if row.rematerialize_s is not None]
         self.sources = _pairs([(index, source) for index, row in made for source in dict.fromkeys(row.sources)])
 
@@ -134,22 +121,14 @@ class Replay:
     Args:
         distance: see ``Plan.prefetch_distance``; None to find the one that is just in time.
         may_wait: whether compute waits; else what finds no room in staging is kept, and other waits are only noted.
-
-    Attributes:
-        exists: of each storage: saved at all.
-        dropped: in forward; its block's recomputation makes the storage again.
-        need_s, freed_s: first needed in backward, and no longer needed by anyone.
-        used: needed in backward at all.
-        assignment: where each storage really was: KEEP for those that do not exist or found no room.
-        stalls: the storages for which compute waited, and the seconds, in order.
-        prefetch_distance: that was kept to, as in ``Plan``.
-        cost: of a step.
     """
 
     def __init__(
         self, timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None = (), *, may_wait: bool = True
     ) -> None:
-        self._timeline, self._resources, self._may_wait = timeline, timeline.trace.resources, may_wait
+        self._timeline = timeline
+        self._resources = timeline.trace.resources
+        self._may_wait = may_wait
         # Lists, as indexing an array is slower.
         self._place: list[int] = self._places(assignment).tolist()
         self._nbytes: list[int] = timeline.nbytes.tolist()
@@ -164,7 +143,7 @@ class Replay:
         # The clock: by how much the replay is behind the trace, and since when.
         self._shift_s = self._stall_s = 0.0
         self._shifts: list[tuple[float, float]] = []
-        self.stalls: list[tuple[int, float]] = []
+        self.stalls: list[tuple[int, float]] = []  # the storages for which compute waited, and the seconds, in order
         # Staging: what is to be written, and what is there for backward, with the bytes that were read for it.
         self._unwritten: deque[int] = deque()
         self._ahead: dict[int, int] = {}
@@ -181,6 +160,7 @@ class Replay:
             acts[kind](which, at_s)
             if self._shift_s != before_s:
                 self._shifts.append((at_s, self._shift_s))
+        # Where each storage really was: KEEP for those that do not exist or found no room.
         self.assignment = Assignment(np.array(self._place, np.int8), self._recomputed)
         self.prefetch_distance = tuple(self._distance or ())
         self.cost = self._cost()
@@ -191,10 +171,12 @@ class Replay:
         self._recomputed = assignment.recomputed & timeline.recomputable
         is_input = np.zeros(len(timeline.nbytes), bool)
         is_input[timeline.inputs[0, self._recomputed[timeline.inputs[1]]]] = True
-        self.exists = timeline.saved | is_input
-        # -1 picks the False: else the last block would drop what no block owns. Its inputs no block can make.
+        self.exists = timeline.saved | is_input  # saved at all
+        # In forward: the block that runs again makes it, but for its inputs. The -1 of no block picks the False.
         self.dropped = np.append(self._recomputed, False)[timeline.owner] & ~is_input
-        self.need_s, self.freed_s, self.used = timeline.used_s.copy(), timeline.freed_s.copy(), timeline.used.copy()
+        self.need_s = timeline.used_s.copy()  # first needed in backward
+        self.freed_s = timeline.freed_s.copy()  # no longer needed by anyone
+        self.used = timeline.used.copy()  # needed in backward at all
         storage, block = timeline.readers[:, self._recomputed[timeline.readers[1]]]
         np.minimum.at(self.need_s, storage, timeline.backward_start_s[block])
         self.need_s = np.maximum(self.need_s, timeline.left_s)
@@ -202,19 +184,14 @@ class Replay:
         there = self.exists & ~self.dropped
         again = there & ~np.isnan(timeline.rematerialize_s) & (assignment.placements == Placement.REMATERIALIZE)
         again[timeline.sources[0, ~there[timeline.sources[1]]]] = False  # of a dropped source nothing can be made
-        places = np.zeros(len(timeline.nbytes), np.int8)
-        for place, can in (
-            (Placement.HOST, there & timeline.movable),
-            (Placement.NVME, there & timeline.to_nvme),
-            (Placement.REMATERIALIZE, again),
-        ):
-            places[can & (assignment.placements == place)] = place
+        moves = [assignment.placements == HOST, assignment.placements == NVME]
+        can = np.select(moves, [there & timeline.movable, there & timeline.to_nvme], again)
         # A source is needed when the first of what is made of it is; it comes before that, so that chains follow.
         for made, source in timeline.sources[:, again[timeline.sources[0]]].T[::-1].tolist():
             self.need_s[source] = max(timeline.left_s[source], min(self.need_s[source], self.need_s[made]))
             self.freed_s[source] = max(self.freed_s[source], self.need_s[made])
             self.used[source] |= self.used[made]
-        return places
+        return np.where(can, assignment.placements, KEEP)
 
     def _schedule(self) -> tuple[list[int], list[tuple[float, int, int]]]:
         """Return the order of first uses of what is offloaded, and the events in order (time, kind, storage or block).
@@ -222,7 +199,7 @@ class Replay:
         Where times are equal, later packs are used first. Blocks are counted after the storages.
         """
         timeline, places, need_s = self._timeline, np.array(self._place), self.need_s
-        moved = np.flatnonzero((places == _HOST) | (places == _NVME))
+        moved = np.flatnonzero((places == HOST) | (places == NVME))
         order = moved[np.lexsort((-moved, need_s[moved]))]
         order = order[self.used[order]]
         self._made = np.flatnonzero((places == Placement.REMATERIALIZE) & self.used)
@@ -250,7 +227,7 @@ class Replay:
 
     def _pack(self, storage: int, at_s: float) -> None:
         resources, padded = self._resources, self._padded[storage]
-        on_drive, staged_bytes = self._place[storage] == _NVME, min(padded, resources.staging_bytes)
+        on_drive, staged_bytes = self._place[storage] == NVME, min(padded, resources.staging_bytes)
         now_s = asked_s = at_s + self._shift_s
         if on_drive:
             self._settle(now_s)
@@ -259,7 +236,7 @@ class Replay:
                 self._settle(now_s)
             # No write makes room, and waiting would never end: the store refuses, as it does pieces where nobody waits.
             if not self._has_room(staged_bytes if self._may_wait else padded):
-                self._place[storage] = _KEEP
+                self._place[storage] = KEEP
                 return
             now_s += (padded - staged_bytes) / resources.write_bytes_per_s  # pieces follow those that are written
         self._wait(storage, now_s - asked_s)
@@ -297,7 +274,7 @@ class Replay:
     def _begin(self, _which: int, at_s: float) -> None:
         """Begin backward: it is known what was offloaded."""
         if self._distance is None:
-            self._order = [storage for storage in self._order if self._place[storage] != _KEEP]
+            self._order = [storage for storage in self._order if self._place[storage] != KEEP]
             self._distance = self._just_in_time(np.array(self._order, np.int64))
         self._read_ahead(at_s)
 
@@ -309,8 +286,8 @@ class Replay:
         reach = min(len(order), self._used + distance[self._used]) if self._used < len(distance) else len(order)
         while self._cursor < reach and self._packed_at_s[order[self._cursor]] <= at_s:
             storage = order[self._cursor]
-            on_drive = self._place[storage] == _NVME
-            if on_drive or (self._place[storage] == _HOST and not self._resources.is_synchronous):
+            on_drive = self._place[storage] == NVME
+            if on_drive or (self._place[storage] == HOST and not self._resources.is_synchronous):
                 padded = 0 if self._is_in_staging(storage, now_s) else self._padded[storage]
                 part = PREFETCH_FRACTION_OF_STAGING if on_drive and self._writes_s > now_s else 1.0
                 is_over = self._ahead_bytes + padded > part * self._resources.staging_bytes
@@ -324,7 +301,7 @@ class Replay:
             self._cursor += 1
 
     def _use(self, storage: int, at_s: float) -> None:
-        if self._place[storage] != _KEEP:  # else it found no room at pack
+        if self._place[storage] != KEEP:  # else it found no room at pack
             self._used += 1
             self._take(storage, at_s + self._shift_s)
         self._cursor += self._cursor < len(self._order) and self._order[self._cursor] == storage
@@ -340,7 +317,7 @@ class Replay:
             self._bring(storage, now_s)
         else:
             self._ahead_bytes -= self._ahead.pop(storage)
-            self._staged_bytes -= padded if self._place[storage] == _NVME and written_s <= now_s else 0
+            self._staged_bytes -= padded if self._place[storage] == NVME and written_s <= now_s else 0
         if is_in_staging:  # handed over, or not written at all
             write_s = padded / self._resources.write_bytes_per_s
             if written_s - write_s > now_s:  # not begun: the drive goes on with the next, and is not worn for this one
@@ -365,7 +342,7 @@ class Replay:
             self._arrived_s[storage] = self._written_s[storage] + took_s  # copies of what was read do not wait for it
             return
         there_s = max(now_s, self._copied_s[storage])
-        if self._place[storage] == _NVME:
+        if self._place[storage] == NVME:
             read_s = self._padded[storage] / self._resources.read_bytes_per_s
             there_s = self._reads_s = max(self._reads_s, now_s, self._written_s[storage]) + read_s
             self._read_bytes += self._padded[storage]
@@ -379,7 +356,7 @@ class Replay:
         again = [(at_s, self._took_s[which]) for at_s, kind, which in self._events if kind == _AGAIN]
         again_s, took_s = np.array(again).reshape(-1, 2).T
         use_s = need_s + self._stall_s + np.append(0.0, np.cumsum(took_s))[np.searchsorted(again_s, need_s, "left")]
-        on_drive = np.array(self._place)[order] == _NVME
+        on_drive = np.array(self._place)[order] == NVME
         copy_s = np.where(resources.is_synchronous, 0.0, timeline.nbytes[order] / resources.copy_in_bytes_per_s)
         read_s = np.where(on_drive, timeline.padded_bytes[order], 0) / (resources.read_bytes_per_s or 1.0)
         before_s = np.concatenate([[0.0], np.cumsum(np.maximum(read_s, copy_s) * SLOWER)])
@@ -398,7 +375,8 @@ class Replay:
     # ---- what it came to ----------------------------------------------------------------------------------------
 
     def _cost(self) -> Prediction:
-        timeline, times, on_host = self._timeline, self._timeline.trace.micro_steps, self.assignment.placements == _HOST
+        timeline, times = self._timeline, self._timeline.trace.micro_steps
+        on_host = self.assignment.placements == HOST
         packed_s, freed_s = self._on_clock(timeline.pack_s, "left"), self._on_clock(self.freed_s, "right")
         return Prediction(
             self._peak_device_bytes(packed_s, freed_s),
@@ -416,7 +394,7 @@ class Replay:
     def _peak_device_bytes(self, packed_s: Floats, freed_s: Floats) -> int:
         """Return the most device bytes that storages hold at once; what begins when another ends counts with it."""
         timeline, exists, dropped, nbytes = self._timeline, self.exists, self.dropped, self._timeline.nbytes
-        left_s, gone = self._on_clock(timeline.left_s, "right"), self.assignment.placements != _KEEP
+        left_s, gone = self._on_clock(timeline.left_s, "right"), self.assignment.placements != KEEP
         # A copy under way holds the bytes, also when forward has long released them.
         end_s = np.where(gone, np.maximum(self._copied_s, left_s), np.where(dropped, left_s, freed_s))
         again = exists & ((gone & self.used) | dropped)  # a loss that is kept with its graph never comes back

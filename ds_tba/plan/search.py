@@ -1,13 +1,13 @@
 """From a trace and limits to a plan.
 
 [Note: Search strategy] Storages are ordered by the bytes and seconds of memory that they give back for each second of
-the resource that they take: of compute, where they are rematerialized or recomputed with their block; of drive and
-copies, where they are moved (which takes time by the byte, so that the longest idle goes first, of those for which
-neither staging nor backward would have to wait; without a budget, all in a second try). For each order of what is
-computed again, bisection finds how much of it the limits call for beside those moves. Then bisection finds how much is
-moved: without a budget as much as there is time for, with one as little as it takes to fit. Of all that was replayed
-the best is taken; see ``order_of``. No clock is asked, so that every rank would find the same plan. The budget is held
-where storages are placed, and the time is measured: a plan need not be the best to the per cent.
+what they take: of compute, where they are rematerialized or recomputed with their block; of drive and copies, where
+they are moved. That takes time by the byte, so that the longest idle goes first: of those that wait for nothing, then
+of the others (and, without a budget, of all in a second try). For each order of what is computed again, bisection finds
+how much of it the limits call for beside the moves that wait for nothing. Then bisection finds how much is moved:
+without a budget as much as there is time for, with one as little as it takes to fit. Of all that was replayed the best
+is taken; see ``order_of``. No clock is asked, so that every rank would find the same plan. The budget is held where
+storages are placed, and the time is measured: a plan need not be the best to the per cent.
 
 [Note: Alike forwards] Of interleaved forwards that are alike all are placed alike: what one of them saves lowers no
 peak.
@@ -29,8 +29,7 @@ from ds_tba.plan.trace import Trace
 # Steps closer than this fraction of one are equal: the drive is not worn for less.
 SAME_STEP_FRACTION = 0.02
 
-_KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
-_REMATERIALIZE = int(Placement.REMATERIALIZE)
+KEEP, HOST, NVME = Placement.KEEP, Placement.HOST, Placement.NVME
 
 
 def adaptive(trace: Trace, limits: Limits) -> Plan:
@@ -41,11 +40,11 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     more; where no plan fits the budget, the plan with the lowest peak.
     """
     timeline = Timeline(trace)
-    found = _Search(timeline, limits).found()
+    found = _Search(timeline, limits).best()
     budget_bytes = limits.activation_budget_bytes
     # A share that steps have lowered may not keep a budget from fitting.
     if limits.movable_share < 1 and budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes:
-        found = _Search(timeline, replace(limits, movable_share=1.0)).found()
+        found = _Search(timeline, replace(limits, movable_share=1.0)).best()
     # Reading as far as the bounds allow comes too late less often than just in time: of two equal ways it is taken.
     as_far = Replay(timeline, found.assignment)
     if order_of(as_far.cost, limits, trace.step_s) <= order_of(found.cost, limits, trace.step_s):
@@ -55,16 +54,9 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
 
 def plan_of(planner: str, trace: Trace, limits: Limits, found: Replay) -> Plan:
     """Return the plan that a replay found."""
-    places = np.where(found.dropped, int(Placement.RECOMPUTE), found.assignment.placements).tolist()
-    return Plan(
-        planner,
-        trace,
-        limits,
-        tuple(map(list(Placement).__getitem__, places)),
-        tuple(found.assignment.recomputed.tolist()),
-        found.prefetch_distance,
-        found.cost,
-    )
+    places = tuple(map(Placement, np.where(found.dropped, Placement.RECOMPUTE, found.assignment.placements).tolist()))
+    recomputed = tuple(found.assignment.recomputed.tolist())
+    return Plan(planner, trace, limits, places, recomputed, found.prefetch_distance, found.cost)
 
 
 class _Search:
@@ -74,7 +66,8 @@ class _Search:
     """
 
     def __init__(self, timeline: Timeline, limits: Limits) -> None:
-        self._timeline, self._forwards = timeline, (forwards := timeline.alike_forwards())
+        self._timeline = timeline
+        self._forwards = forwards = timeline.alike_forwards()
         units, blocks = len(timeline.nbytes) // forwards, len(timeline.recompute_s) // forwards
         modules = [block.module for block in timeline.trace.blocks[:blocks]]
         self._module = np.unique(modules, return_inverse=True)[1]
@@ -96,15 +89,15 @@ class _Search:
         in_flight = max(1.0, self._best.cost.peak_saved_bytes / max(1.0, self._nbytes.sum())) if forwards > 1 else 1.0
         self._host_bytes = limits.host_budget_bytes / in_flight
 
-    def found(self) -> Replay:
+    def best(self) -> Replay:
         """Return the best; one that writes less for about the same time is better."""
         timeline = self._timeline
         seconds, blocks = self._mean(timeline.rematerialize_s), self._blocks()  # not a number: cannot be rematerialized
         made = np.flatnonzero(~np.isnan(seconds) & self._limits.rematerialize)
         made = _cheapest(made, seconds / (self._nbytes * self._idle_s))
-        most = self._grow(len(made), lambda count: self._again_with(made[:count], blocks, 0))
+        most = self._grow(made, lambda some: self._again(some, blocks[:0]))
         for besides in (made[:0], made[:most]) if most else (made[:0],):
-            self._grow(len(blocks), partial(self._again_with, besides, blocks))
+            self._grow(blocks, partial(self._again, besides))
         if self._has_budget and not is_outside(self._order(self._simplest)):
             # Predictions cannot tell a gain as small as that, and drives wear for it.
             gained_s = self._simplest.cost.step_s - self._best.cost.step_s
@@ -123,45 +116,39 @@ class _Search:
         spread = sorted(which, key=lambda number: f"{number:032b}"[::-1])  # neighbours are far apart
         return _cheapest(np.array(spread, np.int64), recompute_s / np.maximum(dropped_bytes, 1))
 
-    def _again_with(self, rematerialized: Ints, blocks: Ints, count: int) -> Assignment:
-        """Return some units rematerialized, and the first ``count`` of these blocks recomputed."""
+    def _again(self, units: Ints, blocks: Ints) -> Assignment:
+        """Return these units rematerialized, and these blocks recomputed."""
         placements = np.zeros(len(self._nbytes), np.int8)
-        placements[rematerialized] = _REMATERIALIZE
+        placements[units] = Placement.REMATERIALIZE
         # A module that runs more than once in a forward runs again in all its passes, or in none.
-        recomputed = np.isin(self._module, self._module[blocks[:count]])
-        return Assignment(placements, recomputed)
+        return Assignment(placements, np.isin(self._module, self._module[blocks]))
 
-    def _grow(self, most: int, again: Callable[[int], Assignment]) -> int:
-        """Bisect how much is computed again, beside what costs no time to move; then how much is moved."""
-        moves = cache(lambda count: self._moves(again(count)))
-
-        def beside(count: int) -> bool:
-            where, order, free = moves(count)
-            return self._moved(again(count), where, order, free)
-
-        alone, _ = self._bisect(most, lambda count: self._is_within(again(count)))  # with which nothing is written
-        few, many = self._bisect(most, beside)
+    def _grow(self, which: Ints, again: Callable[[Ints], Assignment]) -> int:
+        """Bisect how many are computed again, beside what costs no time to move; then how much is moved."""
+        moves = cache(lambda count: self._moves(again(which[:count])))
+        alone, _ = self._bisect(len(which), lambda count: self._is_within(again(which[:count]), which[:0], 0))
+        few, many = self._bisect(len(which), lambda count: self._is_within(*moves(count)))
         # Where sources must be there, a part of it may leave a lower peak than all.
         for count in sorted({few, alone, *(many * part // 4 for part in range(5))}):
-            beside(count)
-            where, order, _ = moves(count)
+            moved, order, free = moves(count)
+            self._is_within(moved, order, free)
             # By idle time alone, too: what waits for nothing may be what makes all others wait for staging.
             by_idle = order[np.argsort(-self._idle_s[order], kind="stable")]
             for one in (order,) if self._has_budget else (order, by_idle):
-                self._bisect(len(one), partial(self._moved, again(count), where, one))
+                self._bisect(len(one), partial(self._is_within, moved, one))
         return many
 
     # ---- what is moved ------------------------------------------------------------------------------------------
 
-    def _moves(self, again: Assignment) -> tuple[Places, Ints, int]:
-        """Return where each unit would go, the units in the order of offloading, and how many of them for nothing.
+    def _moves(self, again: Assignment) -> tuple[Assignment, Ints, int]:
+        """Return all moves, the units that move in the order of offloading, and how many of them for nothing.
 
         Host memory, wear and the share bound what is moved.
         """
-        where = np.where(self._to_nvme & (again.placements == _KEEP), _NVME, again.placements).astype(np.int8)
-        paced = Replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
-        is_open = (paced.exists & ~paced.dropped)[: len(where)] & (again.placements == _KEEP)
-        has_room = self._mean(paced.assignment.placements == _NVME) >= 0.5
+        where = np.where(self._to_nvme & (again.placements == KEEP), NVME, again.placements).astype(np.int8)
+        paced = Replay(self._timeline, self._spread(where, again.recomputed), may_wait=False)
+        is_open = (paced.exists & ~paced.dropped)[: len(where)] & (again.placements == KEEP)
+        has_room = self._mean(paced.assignment.placements == NVME) >= 0.5
         is_free = has_room & ~np.isin(np.arange(len(where)), self._unit[[storage for storage, _ in paced.stalls]])
         order = np.lexsort((-self._idle_s, ~has_room, ~is_free))
         order = order[(is_open & (self._to_nvme | self._to_host))[order]]
@@ -171,21 +158,16 @@ class _Search:
         if self._nbytes[hosted].sum() > self._host_bytes:  # else nothing need wait for the drive, or wear it
             rest = hosted[~(np.isin(hosted, written) & has_room[hosted])]
             hosted = _fitting(rest, self._nbytes, self._host_bytes)
-        where = np.zeros(len(self._nbytes), np.int8)
-        where[written], where[hosted] = _NVME, _HOST
+        where = again.placements.copy()
+        where[written], where[hosted] = NVME, HOST
         # Free ones first, and last what the drives are to be spared, if the budget can do without.
-        rank_of = np.where(is_free | (where == _HOST), 0, 1)
+        rank_of = np.where(is_free | (where == HOST), 0, 1)
         if self._has_budget:
-            worn = order[self._to_nvme[order] & (where[order] == _KEEP)]
-            where[worn], rank_of[worn] = _NVME, 2
-        order = order[where[order] != _KEEP]
-        return where, order[np.argsort(rank_of[order], kind="stable")], int((rank_of[order] == 0).sum())
-
-    def _moved(self, again: Assignment, where: Places, order: Ints, count: int) -> bool:
-        """Return whether an assignment is within the limits with the first ``count`` of some units moved."""
-        placements, moved = again.placements.copy(), order[:count]
-        placements[moved] = where[moved]
-        return self._is_within(Assignment(placements, again.recomputed))
+            worn = order[self._to_nvme[order] & (where[order] == KEEP)]
+            where[worn], rank_of[worn] = NVME, 2
+        order = order[where[order] != KEEP]
+        order = order[np.argsort(rank_of[order], kind="stable")]
+        return Assignment(where, again.recomputed), order, int((rank_of[order] == 0).sum())
 
     # ---- replays ------------------------------------------------------------------------------------------------
 
@@ -204,24 +186,26 @@ class _Search:
             few, many = (middle, many) if is_within(middle) != self._has_budget else (few, middle)
         return few, many
 
-    def _is_within(self, assignment: Assignment) -> bool:
-        """Replay an assignment of units just in time, and remember it if it is the best."""
-        key = assignment.placements.tobytes() + assignment.recomputed.tobytes()
+    def _is_within(self, moved: Assignment, order: Ints, count: int) -> bool:
+        """Replay moves just in time, but only the first in an order, and remember them if they are the best."""
+        placements = moved.placements.copy()
+        placements[order[count:]] = KEEP
+        key = placements.tobytes() + moved.recomputed.tobytes()
         if key not in self._seen:
-            found = Replay(self._timeline, self._spread(assignment), None)
-            order = self._order(found)
-            self._seen[key] = not is_outside(order)
-            if order < self._order(self._best):
+            found = Replay(self._timeline, self._spread(placements, moved.recomputed), None)
+            rank = self._order(found)
+            self._seen[key] = not is_outside(rank)
+            if rank < self._order(self._best):
                 self._best = found
-            if not found.cost.written_bytes and order < self._order(self._simplest):
+            if not found.cost.written_bytes and rank < self._order(self._simplest):
                 self._simplest = found
         return self._seen[key]
 
     def _order(self, found: Replay) -> Order:
         return order_of(found.cost, self._limits, self._timeline.trace.step_s)
 
-    def _spread(self, assignment: Assignment) -> Assignment:
-        return Assignment(assignment.placements[self._unit], assignment.recomputed[self._block])
+    def _spread(self, placements: Places, recomputed: Bools) -> Assignment:
+        return Assignment(placements[self._unit], recomputed[self._block])
 
     def _mean(self, column: Floats | Ints | Bools) -> Floats:
         """Return the mean of each unit over the forwards."""

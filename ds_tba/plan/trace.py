@@ -19,117 +19,70 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 FORMAT = 3  # of the JSON
 OUTSIDE = -1
 
 
-class Clock(Protocol):
-    """Time as the stream of kernels sees it: marks, and the seconds between two."""
-
-    def mark(self) -> Any: ...
-    def elapsed_s(self, earlier: Any, later: Any) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StorageTrace:
-    """One saved storage.
-
-    Attributes:
-        module: path of the module that ran when it was first saved, for people and for the scopes of TBA.
-        blocks: see [Note: Readers].
-        pack_s: first saved.
-        last_forward_use_s: from then on forward no longer needs the storage.
-        first_backward_use_s: first unpacked; the end of the micro-step where it is not used.
-        freed_s: autograd has let go of the storage.
-        is_movable: False where it must stay in device memory (too small, not the training device, ...); it still goes
-            with its block where that is recomputed.
-        rematerialize_s: of the compute stream, to make the storage again from its sources; None where that cannot be.
-        sources: indices of storages, each smaller than its own; see [Note: Sources].
-        is_used: False where backward never asked for it: a loss that is kept with its graph, say. Once moved, it need
-            not come back.
-        is_asked: the policy is asked where it goes; not about small ones.
-    """
+    """One saved storage."""
 
     nbytes: int
-    module: str
+    module: str  # path of the one that ran when it was first saved, for people and for the scopes of TBA
     blocks: tuple[int, ...]
-    pack_s: float
-    last_forward_use_s: float
-    first_backward_use_s: float
-    freed_s: float
-    is_movable: bool = True
-    rematerialize_s: float | None = None
-    sources: tuple[int, ...] = ()
-    is_used: bool = True
-    is_asked: bool = True
+    pack_s: float  # first saved
+    last_forward_use_s: float  # from then on forward no longer needs it
+    first_backward_use_s: float  # first unpacked; the end of the micro-step where it is not used
+    freed_s: float  # autograd has let go of it
+    is_movable: bool = True  # else it stays (too small, not the training device), but goes with a recomputed block
+    rematerialize_s: float | None = None  # of compute, to make it again from its sources; None where that cannot be
+    sources: tuple[int, ...] = ()  # indices of storages, each smaller than its own
+    is_used: bool = True  # else backward never asks for it (a loss kept with its graph), and it need not come back
+    is_asked: bool = True  # the policy is asked where it goes; not about small ones
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTrace:
-    """One pass through a repeated layer.
-
-    Attributes:
-        module: its path.
-        forward_start_s, forward_end_s, backward_start_s, backward_end_s: when it ran.
-        inputs: indices of storages; see [Note: Readers].
-        is_recomputable: whether its forward may run again.
-    """
+    """One pass through a repeated layer."""
 
     module: str
     forward_start_s: float
     forward_end_s: float
     backward_start_s: float
     backward_end_s: float
-    inputs: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()  # indices of storages
     is_recomputable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The rates, in bytes per second, and bounds of a machine.
+    """The rates and bounds of a machine."""
 
-    Attributes:
-        write_bytes_per_s, read_bytes_per_s: of all drives together; 0.0 where nothing can go to NVMe.
-        copy_out_bytes_per_s, copy_in_bytes_per_s: between device and host memory.
-        staging_bytes: bound of what is between device and file.
-        is_synchronous: the device copies in the training thread, which waits for it (a CPU).
-        compute_s_per_byte: kernel time that moving a storage out and back takes, for each byte.
-    """
-
-    write_bytes_per_s: float
+    write_bytes_per_s: float  # of all drives together; 0.0 where nothing can go to NVMe
     read_bytes_per_s: float
-    copy_out_bytes_per_s: float
+    copy_out_bytes_per_s: float  # from device to host memory
     copy_in_bytes_per_s: float
-    staging_bytes: int
-    is_synchronous: bool = False
-    compute_s_per_byte: float = 0.0
+    staging_bytes: int  # bound of what is between device and file
+    is_synchronous: bool = False  # the training thread does the copies, and waits for them: on a CPU
+    compute_s_per_byte: float = 0.0  # kernel time that moving a storage out and back takes
 
 
-Row = TypeVar("Row", StorageTrace, BlockTrace)
+Row = TypeVar("Row", "StorageTrace", "BlockTrace", "Trace")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One micro-step, and the machine it ran on.
+    """One micro-step, and the machine it ran on."""
 
-    Attributes:
-        storages: in the order in which they were packed.
-        blocks: in the order in which their forward began.
-        end_s: the end of backward.
-        optimizer_s: the time of a step outside of its micro-steps.
-        micro_steps: of one step.
-        forwards: number of the first storage of each forward, where the micro-step is one of several interleaved
-            forwards and backwards; see [Note: Micro-steps] in ``ds_tba/core/prefetch.py``.
-    """
-
-    storages: tuple[StorageTrace, ...]
-    blocks: tuple[BlockTrace, ...]
+    storages: tuple[StorageTrace, ...]  # in the order in which they were packed
+    blocks: tuple[BlockTrace, ...]  # in the order in which their forward began
     resources: Resources
-    end_s: float
-    optimizer_s: float = 0.0
-    micro_steps: int = 1
+    end_s: float  # of backward
+    optimizer_s: float = 0.0  # of a step, outside of its micro-steps
+    micro_steps: int = 1  # of a step
+    # The first storage of each forward, where several alternate with backwards: ``prefetch.py``, [Note: Micro-steps].
     forwards: tuple[int, ...] = ()
 
     @property
@@ -151,8 +104,7 @@ class Trace:
         """Return a step ``time`` times as long, whose storages are ``size`` times as large."""
         storages = tuple(replace(_stretched(one, time), nbytes=math.ceil(one.nbytes * size)) for one in self.storages)
         blocks = tuple(_stretched(one, time) for one in self.blocks)
-        end_s, optimizer_s = self.end_s * time, self.optimizer_s * time
-        return replace(self, storages=storages, blocks=blocks, end_s=end_s, optimizer_s=optimizer_s)
+        return replace(_stretched(self, time), storages=storages, blocks=blocks)
 
     def to_json(self) -> str:
         """Return the trace as text; times and rates are read back exactly."""
@@ -166,9 +118,6 @@ def _stretched(row: Row, factor: float) -> Row:
 
 
 def slowest(machines: Sequence[Resources]) -> Resources:
-    """Return the lowest of each rate over all machines, and the least staging.
-
-    Where one machine has no drive, nothing can go to NVMe.
-    """
+    """Return the lowest of each rate over all machines, and the least staging: no NVMe where one has no drive."""
     columns = [*zip(*map(astuple, machines), strict=True)]
     return Resources(*map(min, columns[:-2]), *map(max, columns[-2:]))

@@ -29,8 +29,8 @@ COMBINATIONS_HEAD = """# What it works with
 - *Offloaded* is what went to NVMe or host memory in all steps of the run. *Rematerialized* and *recomputed* is what
   backward computed again instead. Rows that differ only in the ZeRO stage share a line, with the least and the most.
 - *nvme*, *adaptive*, *host* and *keep* are placements. A row that names two of them is two runs.
-- *Refused* is followed by the message that a user reads. [Recomputing](../concepts/recompute.md#which-blocks) explains why
-  blocks are not recomputed.
+- *Refused* is followed by the message that a user reads. [Recomputing](../concepts/recompute.md#which-blocks) explains
+  why blocks are not recomputed.
 
 `make compatibility` generates this page from the tests of each row; do not edit. Versions: {versions}.
 """
