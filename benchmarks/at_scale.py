@@ -108,11 +108,11 @@ class Job:
 def run(job: Job, limits: Limits) -> dict[str, Any]:
     """Train on simulated clocks; return when plans changed, and how long steps were."""
     feedback = Feedback()
-    feedback.recorded(job.trace.step_s, 0.0)
+    feedback.learn(job.trace.step_s, 0.0)
     began = time.perf_counter()
     plan = first = job.plan(feedback, limits)
     planning_s = time.perf_counter() - began
-    feedback.planned(plan, job.rates(slow=False))
+    feedback.follow(plan, job.rates(slow=False))
     step_s = first_s = job.step_s(plan)
     changes: list[dict[str, Any]] = []
     wanted, lost_s, slow_s = Action.GO_ON, 0.0, 0.0
@@ -128,7 +128,7 @@ def run(job: Job, limits: Limits) -> dict[str, Any]:
         action, wanted = wanted, Action.GO_ON
         feedback.change(action, step)
         plan = job.plan(feedback, replace(limits, movable_share=feedback.share))
-        feedback.planned(plan, rates)
+        feedback.follow(plan, rates)
         step_s = job.step_s(plan)
         written, peak = plan.prediction.written_bytes, plan.prediction.peak_saved_bytes
         change = {"step": step, "action": action.name, "reason": feedback.reason, "step_s": step_s}

@@ -205,14 +205,18 @@ class Controller:
             return
         self._steps += 1
         if step is not None:
-            with self._answering("steps say nothing about the plan"):
-                self._wanted = max(self._wanted, self._decide())
+            with self._going_on("steps say nothing about the plan"):
+                reason = self.feedback.reason
+                found = self._decide()
+                if found < self._wanted:  # which stays what is done, for its own reason
+                    self.feedback.reason = reason
+                self._wanted = max(self._wanted, found)
         is_steady = self.in_force is not None and not self._recording.wanted
         # By what is alike on all ranks: by anything else, one would wait in a collective that the others never enter.
         if not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0:
             action = Action(self._agreement.all_reduce_max(self._wanted))
-            if action is not self._wanted:  # another rank has asked, whose log says why
-                self.feedback.reason = ""
+            if action is not self._wanted:
+                self.feedback.reason = "another rank asked for it"
             self._wanted = Action.GO_ON
             self._do(action)
 
@@ -236,7 +240,7 @@ class Controller:
     # ---- decisions ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _answering(self, consequence: str) -> Iterator[None]:
+    def _going_on(self, consequence: str) -> Iterator[None]:
         """Log what fails, once, and go on: the other ranks wait for this one in the next collective."""
         try:
             yield
@@ -275,9 +279,9 @@ class Controller:
 
     def _take(self, recording: Recording) -> None:
         """Go on from the recording; where it is broken, from the one before, if there is one."""
-        with self._answering("discarding an inconsistent trace"):
+        with self._going_on("discarding an inconsistent trace"):
             micro_steps = self._ended[-1].micro_steps if self._ended else 0  # this rank had no forward
-            trace = recording.recorded(self._machine.resources(), micro_steps)
+            trace = recording.trace(self._machine.resources(), micro_steps)
             if trace is None:
                 logger.warning(
                     "no plan yet: %d steps compiled something, or had no complete forward and backward. Activations "
@@ -290,7 +294,7 @@ class Controller:
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
             moved_share = 1.0 if plan is None or plan.recomputed else plan.moved_share
             moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
-            self.feedback.recorded(trace.step_s, moved_bytes * trace.resources.compute_s_per_byte)
+            self.feedback.learn(trace.step_s, moved_bytes * trace.resources.compute_s_per_byte)
             if self._trace_file.path is not None:
                 self._trace_file.write_text(trace.to_json() + "\n")
 
@@ -298,7 +302,7 @@ class Controller:
 
     def _make_plan(self) -> None:
         trace, limits = None, Limits()
-        with self._answering("this rank has no part in a plan now"):
+        with self._going_on("this rank has no part in a plan now"):
             if self._trace is not None:
                 corrected = replace(self.feedback.corrected(self._trace), resources=self._machine.resources())
                 limits = replace(self._machine.limits(corrected.step_s), movable_share=self.feedback.share)
@@ -321,7 +325,7 @@ class Controller:
         held_bytes = found.limits.activation_budget_bytes
         # The plan's own warning tells where no plan fits a room that the user has not set.
         self._cache.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
-        self.feedback.planned(found, self._machine.tiers.rates())
+        self.feedback.follow(found, self._machine.tiers.rates())
         if not is_new:
             return
         self.plans += 1

@@ -73,7 +73,7 @@ class Feedback:
         times_s = [*self._times_s]  # as a report is made in any thread, and another plan may begin meanwhile
         return median_low(times_s) if times_s else None
 
-    def recorded(self, step_s: float, moving_s: float) -> None:
+    def learn(self, step_s: float, moving_s: float) -> None:
         """Take the kept step from a new trace, to whose kernels offloading added ``moving_s``, as far as is known."""
         # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
         self.kept_s = max(step_s / 2, step_s - moving_s)
@@ -88,7 +88,7 @@ class Feedback:
         longer = self.kept_s * larger / trace.step_s if trace.step_s and self.kept_s else 1.0
         return trace.scaled(longer, larger)
 
-    def planned(self, plan: Plan, rates: tuple[float, float]) -> None:
+    def follow(self, plan: Plan, rates: tuple[float, float]) -> None:
         """Judge steps by a plan from now on, which was made at these rates of the drives."""
         self._plan = plan
         self._rates = rates
@@ -112,8 +112,10 @@ class Feedback:
         missed = seen.missed_bytes / planned_bytes
         if seen.micro_steps != plan.trace.micro_steps or seen.unknown_saves or missed > MAX_DRIFT:
             counts = f"{seen.micro_steps} micro-steps, {seen.unknown_saves} unknown saves, {missed:.0%} missing"
-            unlike = f"a step differs from the recorded ones: {counts}"
-            return self._ask(Action.RECORD, unlike) if is_due else Action.GO_ON
+            if not is_due:
+                return Action.GO_ON
+            self._is_recording_again = False  # the recording for that has come to nothing
+            return self._ask(Action.RECORD, f"a step differs from the recorded ones: {counts}")
         if seen.drift_bytes / planned_bytes > MAX_DRIFT:  # its time says nothing of the plan
             return Action.GO_ON
         self._times_s.append(time_s)
@@ -140,7 +142,7 @@ class Feedback:
         self._wait_steps = min(MAX_STEPS, max(MIN_STEPS, 2 * self._wait_steps))
         if action is Action.FALL:
             lower = round(self.share - INCREASE, 3) if is_on_trial else self.share / DECREASE
-            self.share = lower if lower >= INCREASE else 0.0  # or no plan would keep everything, and show such a step
+            self.share = lower if lower >= INCREASE else 0.0  # falls end in a plan that keeps everything
 
     def _ask(self, action: Action, reason: str) -> Action:
         self.reason = reason

@@ -1,6 +1,6 @@
 """The machine that plans are made for: its limits, its rates as steps show them, its memory and its clock.
 
-Drives are not measured before the first step: that and the recorded steps move everything, and show their rates.
+No drive is measured before training: the first and the recorded steps move everything, and show their rates.
 
 [Note: I/O interference] On a device the lanes and the copy engine work beside the kernels, and take next to nothing
 from them. On a CPU they share processor and memory: there moving a byte is assumed to cost the kernels as much time as

@@ -106,7 +106,7 @@ class _Pass:
 
 
 def _before(times: list[float], moment: int | None) -> float:
-    """Return the time just before that pause: a storage freed in it is gone when it begins. None is the end."""
+    """Return the time just before a pause, as what is freed in it is gone when it begins; for None the end."""
     if moment is None or moment >= len(times):
         return times[-1]
     at_s, before_s = times[moment], times[max(0, moment - 1)]
@@ -247,7 +247,7 @@ class Recorder:
         if self._scene.is_synchronous and isinstance(held, SavedView) and (held.held is None or held.record.is_leaving):
             storage.left = None
             self._watch(tensor.untyped_storage(), storage, in_forward=True)
-        if self._pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
+        if self._pass_number not in storage.passes:  # once: a storage of two passes has no owner
             storage.passes.append(self._pass_number)
         return storage
 
@@ -377,7 +377,7 @@ class Recording:
             self._optimizer_steps.append((self._backward_ended, ended))
         self._before_step, self._backward_ended = len(self._done), None
 
-    def recorded(self, resources: Resources, micro_steps: int) -> Trace | None:
+    def trace(self, resources: Resources, micro_steps: int) -> Trace | None:
         """Return the trace of the recording that counts, if there is any; the host waits for the device."""
         took_s = [max(0.0, self._scene.clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])

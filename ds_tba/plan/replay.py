@@ -40,7 +40,7 @@ from ds_tba.plan.trace import OUTSIDE, Trace
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Places = npt.NDArray[np.int8]
+Int8s = npt.NDArray[np.int8]
 
 SLOWER = 1.25
 MIN_DISTANCE = 2
@@ -56,7 +56,7 @@ class Assignment:
 
     # Where a storage exists. RECOMPUTE is as KEEP, as it follows from ``recomputed``, and so is what no store would
     # take, and REMATERIALIZE where a source does not exist or is dropped.
-    placements: Places
+    placements: Int8s
     recomputed: Bools
 
 
@@ -165,7 +165,7 @@ class Replay:
         self.prefetch_distance = tuple(self._distance or ())
         self.cost = self._cost()
 
-    def _places(self, assignment: Assignment) -> Places:
+    def _places(self, assignment: Assignment) -> Int8s:
         """Find what is saved, where, and until when; return the placements that can be kept to."""
         timeline = self._timeline
         self._recomputed = assignment.recomputed & timeline.recomputable
@@ -234,7 +234,7 @@ class Replay:
             while self._may_wait and self._unwritten and not self._has_room(staged_bytes):
                 now_s = max(now_s, self._written_s[self._unwritten[0]])
                 self._settle(now_s)
-            # No write makes room, and waiting would never end: the store refuses, as it does pieces where nobody waits.
+            # No write will make room, so the store refuses; it also refuses pieces where nobody waits.
             if not self._has_room(staged_bytes if self._may_wait else padded):
                 self._place[storage] = KEEP
                 return

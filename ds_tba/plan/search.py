@@ -23,7 +23,7 @@ import numpy as np
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import SAME_TIME_S, Limits, Order, Plan, is_outside, order_of
-from ds_tba.plan.replay import Assignment, Bools, Floats, Ints, Places, Replay, Timeline
+from ds_tba.plan.replay import Assignment, Bools, Floats, Int8s, Ints, Replay, Timeline
 from ds_tba.plan.trace import Trace
 
 # Steps closer than this fraction of one are equal: the drive is not worn for less.
@@ -204,7 +204,7 @@ class _Search:
     def _order(self, found: Replay) -> Order:
         return order_of(found.cost, self._limits, self._timeline.trace.step_s)
 
-    def _spread(self, placements: Places, recomputed: Bools) -> Assignment:
+    def _spread(self, placements: Int8s, recomputed: Bools) -> Assignment:
         return Assignment(placements[self._unit], recomputed[self._block])
 
     def _mean(self, column: Floats | Ints | Bools) -> Floats:

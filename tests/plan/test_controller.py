@@ -319,6 +319,72 @@ def test_ranks_that_follow_a_plan_talk_seldom_and_announce_no_look_that_changes_
     assert sum(record.message.startswith("plan ") for record in caplog.records) == 1
 
 
+class Led(Alone):
+    """Another rank asks for an action, if there is one."""
+
+    asks: Action | None = None
+
+    def all_reduce_max(self, value: int) -> int:
+        return value if self.asks is None or not isinstance(value, Action) else max(value, self.asks)
+
+
+def test_a_plan_that_another_rank_asked_for_says_so(make: Make) -> None:
+    ours, ranks = model(), Led()
+    offloader = make(ours, planner=PLANNERS["keep"], agreement=ranks, recompute=False)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    feedback = controller_of(offloader).feedback
+    feedback.reason = "an earlier one"
+    feedback.growth = 1.0  # so that the plan is another one
+    ranks.asks = Action.PLAN
+    steps(ours, offloader, [ROWS])
+    report = offloader.report()
+    assert report.plan is not None and report.plans == 2 and report.plan["reason"] == "another rank asked for it"
+
+
+def test_what_is_done_has_the_reason_of_who_asked_for_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, ranks = model(), Counting()
+    ranks.size = 2  # they talk in every eighth step
+    offloader = make(ours, planner=PLANNERS["keep"], agreement=ranks, recompute=False)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    feedback, asked = controller_of(offloader).feedback, iter([Action.RECORD, Action.FALL])
+
+    def decide(*_: object) -> Action:
+        action = next(asked, Action.GO_ON)
+        return action if action is Action.GO_ON else feedback._ask(action, f"for {action.name}")
+
+    monkeypatch.setattr(feedback, "decide", decide)
+    steps(ours, offloader, [ROWS] * 8)
+    assert feedback.reason == "for RECORD"
+
+
+def test_a_rank_without_a_forward_in_the_recorded_steps_says_that_it_has_no_trace(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = Led()
+    offloader = make(model(), agreement=ranks, recompute=False)
+    for ranks.asks in (Action.RECORD, Action.PLAN):
+        offloader.note_step()
+    said = [record.message for record in caplog.records]
+    assert any(text.startswith("no plan yet: ") for text in said) and not any("discarding" in text for text in said)
+
+
+@pytest.mark.usefixtures("steady_drives")
+def test_a_forward_that_raised_is_no_micro_step(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"], recompute=False)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+    for _ in range(FIRST_PLAN + 10):
+        with pytest.raises(ValueError, match="a bad batch"), offloader.saving():
+            ours(torch.randn(ROWS, WIDTH))
+            raise ValueError("a bad batch")
+        forward(ours, torch.randn(ROWS, WIDTH), offloader).backward()
+        offloader.note_micro_step()
+        end_step(optimizer, offloader)
+    found = controller_of(offloader)
+    assert found.in_force is not None and found.in_force.trace.micro_steps == 1
+    assert found.plans == 1 and found.feedback.reason == ""
+
+
 @pytest.mark.usefixtures("steady_drives")
 def test_after_the_end_no_plan_is_made(make: Make) -> None:
     ours, offloader = trained(make, FIRST_PLAN + 2)

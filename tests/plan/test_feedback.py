@@ -79,14 +79,14 @@ class World:
     chance: random.Random = field(default_factory=lambda: random.Random(5))
 
     def __post_init__(self) -> None:
-        self.feedback.recorded(KEPT_S + self.known_s + self.unseen_s, self.known_s)
+        self.feedback.learn(KEPT_S + self.known_s + self.unseen_s, self.known_s)
         self.feedback.change(Action.PLAN, self.step)
         self.follow()
 
     def follow(self) -> None:
         plan = self.plan(self.feedback.share)
         self.in_force = replace(plan, trace=self.feedback.corrected(plan.trace))
-        self.feedback.planned(self.in_force, self.rates)
+        self.feedback.follow(self.in_force, self.rates)
 
     def time_s(self) -> float:
         more_s = self.hidden_s * self.in_force.moved_share + self.in_force.prediction.rematerialized_s
@@ -100,7 +100,7 @@ class World:
             action = decided(self.feedback, self.step, self.times_s[-1], self.rates)
             if action is not Action.GO_ON:
                 if action is Action.RECORD:
-                    self.feedback.recorded(self.kept_s + self.known_s + self.unseen_s, self.known_s)
+                    self.feedback.learn(self.kept_s + self.known_s + self.unseen_s, self.known_s)
                 self.feedback.change(action, self.step)
                 self.actions.append(self.step)
                 self.follow()
@@ -181,7 +181,7 @@ def test_shorter_steps_that_are_recorded_anew_are_no_end_of_a_slow_time() -> Non
     world.run(600)
     assert world.feedback.kept_s == pytest.approx(2 * KEPT_S) and world.in_force.moved_share == 1.0
     world.kept_s = KEPT_S
-    world.feedback.recorded(KEPT_S, 0.0)
+    world.feedback.learn(KEPT_S, 0.0)
     world.feedback.change(Action.RECORD, world.step)
     world.follow()
     actions = [*world.actions]
@@ -208,7 +208,7 @@ def test_the_share_bounds_what_is_computed_again_too(computed_s: float) -> None:
 def test_steps_that_are_shorter_than_a_kept_one_was_recorded_are_recorded_again() -> None:
     """The recorded steps were a cold machine's: with ten times as long steps allowed, no step would be too long."""
     world = World(hidden_s=0.3)
-    world.feedback.recorded(10 * KEPT_S, 0.0)
+    world.feedback.learn(10 * KEPT_S, 0.0)
     world.follow()
     world.run(100)
     assert world.feedback.kept_s == pytest.approx(KEPT_S)
@@ -223,6 +223,24 @@ def test_steps_are_recorded_again_once_where_recordings_stay_too_long() -> None:
     assert world.feedback.share == 1.0 and len(world.actions) == 1 + 10
 
 
+def test_after_a_recording_that_came_to_nothing_a_later_one_counts() -> None:
+    world = World()
+    world.feedback.learn(10 * KEPT_S, 0.0)
+    world.follow()
+    step = PLANNED_AT
+    for seen in ({}, {"unknown_saves": 1}):  # each ends in a recording; that for shorter steps shows nothing
+        action = Action.GO_ON
+        while action is Action.GO_ON:
+            step += 1
+            action = decided(world.feedback, step, KEPT_S, **seen)
+        world.feedback.change(action, step)
+        world.follow()
+    world.feedback.learn(10 * KEPT_S, 0.0)
+    world.follow()
+    found = [decided(world.feedback, step + 1 + number, KEPT_S) for number in range(50)]
+    assert Action.RECORD in found and "with everything kept 10 s before" in world.feedback.reason
+
+
 def test_slow_steps_among_those_that_keep_everything_hide_no_cost() -> None:
     world = World(feedback=Feedback(is_drive_shared=True))  # whose share begins at 0
     for step in range(15):
@@ -234,7 +252,7 @@ def test_a_rise_that_makes_steps_too_long_is_taken_back_at_once() -> None:
     world = World(hidden_s=0.1)
     world.run(200)
     rises = [share for before, share in zip(world.shares, world.shares[1:], strict=False) if share > before]
-    assert max(world.shares[60:]) <= 0.3 and rises
+    assert max(world.shares[60:]) <= 0.3 and rises and world.feedback.share == round(world.feedback.share, 3)
     assert sum(time_s > KEPT_S * (1 + OVERHEAD) + 1e-9 for time_s in world.times_s[60:]) <= 40
 
 
@@ -331,7 +349,7 @@ def asked(feedback: Feedback, steps: range, **seen: Any) -> list[int]:
         if action is not Action.GO_ON:
             found.append(step)
             feedback.change(action, step)
-            feedback.planned(plan_of(feedback.share), seen.get("rates", RATES))
+            feedback.follow(plan_of(feedback.share), seen.get("rates", RATES))
     return found
 
 
@@ -393,7 +411,7 @@ def test_whatever_asks_for_a_plan_or_a_recording_doubles_the_wait_for_all(feedba
             action = decided(feedback, step, **seen)
         found.append((action, step - since))
         feedback.change(action, step)
-        feedback.planned(plan_of(1.0), RATES)
+        feedback.follow(plan_of(1.0), RATES)
     waits = [min(MAX_STEPS, MIN_STEPS * 2**number) for number in range(10)]
     assert found == [(Action.PLAN if number % 2 else Action.RECORD, wait) for number, wait in enumerate(waits)]
 

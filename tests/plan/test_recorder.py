@@ -223,7 +223,7 @@ def test_a_pause_of_the_machine_in_one_of_two_does_not_count_but_of_two_shapes_t
     cache: TensorCache, recording: Recording, recordings: list[tuple[float, int]], end_s: float
 ) -> None:
     recording._done = [paused(cache, pause_s, rows) for pause_s, rows in recordings]
-    assert recording.recorded(MACHINE, 1).end_s == pytest.approx(end_s)
+    assert recording.trace(MACHINE, 1).end_s == pytest.approx(end_s)
 
 
 def test_a_trace_is_as_if_there_were_no_hooks(
@@ -257,7 +257,7 @@ def test_a_recording_is_over_when_it_has_two(cache: TensorCache, ticks: Ticks, r
         recording.end_step(ticks.mark())
     recording.begin()
     assert recording.is_over and recording.current is None
-    trace = recording.recorded(MACHINE, 1)
+    trace = recording.trace(MACHINE, 1)
     assert (trace.end_s, trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
 
 
