@@ -236,7 +236,7 @@ def _surprise(controller: Controller, program: Program) -> None:
     """Have the control look, record or mistake the time; see ``Program.surprises``."""
     chance = random.Random(f"surprises {program.seed}")
     if program.surprises == "clock":
-        clock: Any = controller._clock
+        clock: Any = controller._machine.accelerator
         elapsed_s = clock.elapsed_s
         clock.elapsed_s = lambda *marks: chance.choice(CLOCK_FACTORS) * elapsed_s(*marks)
     elif program.surprises:
