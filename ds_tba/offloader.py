@@ -62,13 +62,10 @@ class Engines:
     DeepSpeed keeps every engine alive, and most programs never call ``destroy()``: a cell of a notebook that runs
     again, a search for the batch size, a sweep. So those before give back what they hold when another engine is made,
     and take it again if they train on.
-
-    Attributes:
-        open: those that are not closed.
     """
 
     def __init__(self) -> None:
-        self.open: list[ActivationOffloader] = []
+        self.open: list[ActivationOffloader] = []  # those that are not closed
 
     def give_back(self) -> None:
         """Have all give back what is not in use."""

@@ -31,14 +31,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Built(Protocol):
-    """Something that ranks build together.
-
-    Attributes:
-        shared_keys: those of the config for which ranks talk to each other, in words.
-    """
+    """Something that ranks build together."""
 
     @property
-    def shared_keys(self) -> str: ...
+    def shared_keys(self) -> str: ...  # those of the config for which ranks talk to each other, in words
 
     def close(self) -> None:
         """Give back what it holds."""

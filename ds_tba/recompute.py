@@ -111,14 +111,10 @@ Listener: TypeAlias = Callable[[str, list[torch.Tensor]], AbstractContextManager
 
 
 class Blocks:
-    """The blocks of one model, by their paths in it.
-
-    Attributes:
-        chosen: paths of those that run under a checkpoint.
-    """
+    """The blocks of one model, by their paths in it."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], cache: Residency, chosen: Collection[str] = ()) -> None:
-        self.chosen = frozenset(chosen)
+        self.chosen = frozenset(chosen)  # paths of those that run under a checkpoint
         self.cache = cache
         self.open = threading.local()  # with a ``listener``, perhaps None, while a forward of the thread is open
         self.passes: list[tuple[str, _Digests, _Digests]] = []  # of blocks: what it has returned, and what it did again

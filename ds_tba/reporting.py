@@ -52,21 +52,14 @@ class Places(Summarized, Protocol):
 
 
 class Reporter:
-    """Makes the report of an offloader.
-
-    Args:
-        file: at ``report.path``.
-
-    Attributes:
-        rank: of this process.
-        steps: optimizer steps so far.
-    """
+    """Makes the report of an offloader."""
 
     def __init__(
         self, config: OffloadConfig, tiers: Places, cache: CacheStats, accelerator: Accelerator, file: ReportFile
     ) -> None:
+        # The file is at ``report.path``.
         self._config, self._tiers, self._cache, self._file = config, tiers, cache, file
-        self.rank, self.steps = file.rank, 0
+        self.rank, self.steps = file.rank, 0  # of this process; of the optimizer so far
         self._memory = None if accelerator.is_synchronous else accelerator
         self._parts: list[Summarized] = [tiers]
         self._started_at, self._ended_at = time.monotonic(), math.inf

@@ -32,17 +32,13 @@ ASSUMED_TBW = 600.0  # of a drive of 1 TB, where the config has no rating
 
 @dataclass
 class StoreStats:
-    """Counters of a store. Bytes are those of tensors; what drives moved for them is in the meters of their paths.
-
-    Attributes:
-        rescued_storages: number of storages with a part whose write failed.
-    """
+    """Counters of a store. Bytes are those of tensors; what drives moved for them is in the meters of their paths."""
 
     offloaded_bytes: int = 0
     cancelled_bytes: int = 0
     forwarded_bytes: int = 0
     rescued_bytes: int = 0
-    rescued_storages: int = 0
+    rescued_storages: int = 0  # number of those with a part whose write failed
     stall_s: float = 0.0
 
 
@@ -70,13 +66,7 @@ class Gauge:
 
 @dataclass
 class CacheStats:
-    """Counters of the tensor cache.
-
-    Attributes:
-        saved: what autograd would hold without us.
-        resident: what is in device memory of that.
-        fallbacks: number of storages that no store took, each once, by the reason of the last store.
-    """
+    """Counters of the tensor cache."""
 
     packed_tensors: int = 0
     passed_through_tensors: int = 0
@@ -84,11 +74,12 @@ class CacheStats:
     rematerialized_bytes: int = 0
     recomputed_bytes: int = 0
     kept_bytes: Counter[str] = field(default_factory=Counter)
+    # Number of storages that no store took, each once, by the reason of the last store.
     fallbacks: Counter[str] = field(default_factory=Counter)
     micro_steps: int = 0
     moving_s: float = 0.0  # host time in copies, and in waiting for copies and stores
-    saved: Gauge = field(default_factory=Gauge)
-    resident: Gauge = field(default_factory=Gauge)
+    saved: Gauge = field(default_factory=Gauge)  # what autograd would hold without us
+    resident: Gauge = field(default_factory=Gauge)  # what is in device memory of that
 
 
 def readable(nbytes: float) -> str:
@@ -158,24 +149,17 @@ class Transfer:
 
 
 class KindMeter:
-    """The transfers of one kind on a path.
-
-    Attributes:
-        name: of the kind.
-        recent: the rate, whatever else was under way.
-        moved_bytes: of transfers that succeeded.
-        drive_bytes: the same as the drive counts them, which a codec makes fewer.
-        busy_s: in which one was under way.
-        charged_s: the share of ``busy_s`` that each of them is charged.
-        lane_s: processor time that the lanes' threads took for ``moved_bytes``.
-    """
+    """The transfers of one kind on a path."""
 
     def __init__(self, name: str, lanes: int) -> None:
         self.name = name
-        self.recent = RecentRate()
+        self.recent = RecentRate()  # the rate, whatever else was under way
+        # Bytes of transfers that succeeded, and as the drive counts them (a codec makes fewer); how many are under way.
         self.moved_bytes = self.drive_bytes = self.active = 0
+        # Seconds in which one was under way; the share of these that each of them is charged; and the processor time
+        # that the lanes' threads took for ``moved_bytes``.
         self.busy_s = self.charged_s = self.lane_s = 0.0
-        self._lanes = lanes
+        self._lanes = lanes  # maximum number of transfers at once
 
     @property
     def lane_s_per_byte(self) -> float:
@@ -195,22 +179,14 @@ class KindMeter:
 
 
 class PathMeter:
-    """Measures the transfers of a path. All calls are made under one lock.
-
-    Args:
-        write_lanes, read_lanes: maximum number of transfers of each kind at once.
-        clock: seconds.
-
-    Attributes:
-        listener: takes each transfer as it ends: kind, name, when it began and ended in seconds, and its bytes; set
-            without the lock.
-    """
+    """Measures the transfers of a path. All calls are made under one lock."""
 
     def __init__(self, write_lanes: int, read_lanes: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.writes = KindMeter("write", write_lanes)
         self.reads = KindMeter("read", read_lanes)
-        self._clock = clock
+        self._clock = clock  # in seconds
         self._now_s = 0.0
+        # Takes each transfer as it ends: kind, name, its begin and end in seconds, and its bytes. Set without the lock.
         self.listener: Callable[[str, str, float, float, int], None] | None = None
 
     def start(self, one: KindMeter, nbytes: int) -> Transfer:
@@ -279,23 +255,15 @@ def write_limit_bytes_per_step(tbw: float, min_life_days: float | None, step_s: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathWear:
-    """Wear of one directory of ``nvme_path``.
-
-    Attributes:
-        written_bytes: written there by this rank.
-        written_bytes_per_day: of this rank since the engine was built, pauses included.
-        rated_endurance_tbw: terabytes (10^12 bytes) that the drive is rated for, as configured.
-        life_days: the rating over the rate of all ranks; None without a rating or before the first write.
-            See [Note: Projected life].
-        sharers: ranks that write to the drive, each taken to write as much as this one.
-    """
+    """Wear of one directory of ``nvme_path``."""
 
     path: str
-    written_bytes: int
-    written_bytes_per_day: float
-    rated_endurance_tbw: float | None
+    written_bytes: int  # to the directory, by this rank
+    written_bytes_per_day: float  # of this rank since the engine was built, pauses included
+    rated_endurance_tbw: float | None  # terabytes (10^12 bytes) that the drive is rated for, as configured
+    # The rating over the rate of all ranks; None without a rating or before the first write: [Note: Projected life].
     life_days: float | None
-    sharers: int = 1
+    sharers: int = 1  # ranks that write to the drive, each taken to write as much as this one
 
     @classmethod
     def of(cls, path: Path, written_bytes: int, elapsed_s: float, tbw: float | None, sharers: int = 1) -> PathWear:

@@ -46,20 +46,12 @@ OneNotice = TypeVar("OneNotice", bound=Notice)
 
 
 class Ends:
-    """The ends of watched objects that nobody has acted on yet.
-
-    Args:
-        act_on: deals with one notice; called by :meth:`act`.
-
-    Attributes:
-        left: the notices of objects that are gone; empty if there is nothing to act on.
-        tell: the callback of a notice.
-    """
+    """The ends of watched objects that nobody has acted on yet."""
 
     def __init__(self, act_on: Callable[[Any], None]) -> None:
-        self._act_on = act_on
-        self.left: deque[Notice] = deque()
-        self.tell: Callable[[Any], None] = self.left.append
+        self._act_on = act_on  # deals with one notice
+        self.left: deque[Notice] = deque()  # notices of objects that are gone; empty if there is nothing to act on
+        self.tell: Callable[[Any], None] = self.left.append  # the callback of a notice
         self._watched: set[Notice] = set()  # a weak reference that is gone itself tells nobody
 
     def watch(self, notice: OneNotice) -> OneNotice:
@@ -100,16 +92,12 @@ class Releases:
     The host runs far ahead of a device. Memory that another stream uses than the one it was allocated on is free only
     when that stream has come so far; new memory would be taken for whatever is reloaded until then. Changed only under
     one lock.
-
-    Args:
-        accelerator: of the device.
-        resident: the level that the memory is counted in until then.
     """
 
     def __init__(self, accelerator: Accelerator, resident: Gauge) -> None:
         self.nbytes = 0
         self._accelerator = accelerator
-        self._resident = resident
+        self._resident = resident  # the level that the memory is counted in until then
         self._pending: deque[Release] = deque()
 
     @property
@@ -143,24 +131,20 @@ class CountedMemory:
     The end of a storage that is watched is told with its account. Where other streams have used the memory, it counts
     until events that we record in them are done. These come after the allocator's own events, so that it is free then:
     nobody acts on an end before both the storage's object and its memory are gone.
-
-    Attributes:
-        users: records and tensors that have it counted.
-        nbytes: that are counted: of the largest user, since one may have a slice of the storage, another all of it;
-            none once the memory is free, or nobody wants it counted.
-        savers: records and tensors for which autograd would hold the storage without us, also once the memory is free.
-        saved_bytes: of the largest of them.
-        consumers: streams that may still use the memory when the host lets go of it.
-        lent: how many of the users belong to recipes, which make another storage from these bytes.
-        is_watched: the end of the storage is told, since a user does not hold it.
-        is_of_function: a custom Function has saved the storage, so that nothing is rematerialized from it.
     """
 
+    # Users are the records and tensors that have it counted; ``lent`` of them belong to recipes, which make another
+    # storage from these bytes. Counted are the ``nbytes`` of the largest user, since one may have a slice of the
+    # storage, another all of it; none once the memory is free, or nobody wants it counted. Savers are the records and
+    # tensors for which autograd would hold the storage without us, also once the memory is free; ``saved_bytes`` are
+    # those of the largest.
     users = nbytes = savers = saved_bytes = lent = 0
+    # Whether the end of the storage is told, since a user does not hold it; and whether a custom Function has saved it,
+    # so that nothing is rematerialized from it.
     is_watched = is_of_function = False
 
     def __init__(self) -> None:
-        self.consumers: list[Stream] = []
+        self.consumers: list[Stream] = []  # they may still use the memory when the host lets go of it
 
     def save(self, nbytes: int) -> int:
         """Add a saver; return the bytes that this adds."""
@@ -179,16 +163,12 @@ class CountedMemory:
 
 
 class CountedGone(Notice):
-    """Tells the end of a tensor without a record that had this memory counted.
-
-    Attributes:
-        micro_step: that has saved it; None where autograd has not, so that it belongs to a recipe.
-    """
+    """Tells the end of a tensor without a record that had this memory counted."""
 
     __slots__ = ("memory", "micro_step")
 
     memory: CountedMemory
-    micro_step: MicroStep | None
+    micro_step: MicroStep | None  # that has saved it; None where autograd has not, so that it belongs to a recipe
 
 
 class MemoryGone(Notice):
@@ -200,28 +180,18 @@ class MemoryGone(Notice):
 
 
 class Accounts(ABC):
-    """Counts the device memory of saved tensors. Changes only under the lock, which ``count_kept`` takes.
-
-    Args:
-        device: the training device, with its index.
-        accelerator: of that device.
-
-    Attributes:
-        lock: guards everything that the cache changes. It is not reentrant on purpose: code that found it taken by its
-            own thread would change what a critical section is changing.
-        meter: the figures, which may count what is gone and was not acted on: to change, and to read under any lock.
-        ends: of views, counted tensors and storages.
-        is_limited: True if there is a budget.
-    """
+    """Counts the device memory of saved tensors. Changes only under the lock, which ``count_kept`` takes."""
 
     def __init__(self, device: torch.device, accelerator: Accelerator) -> None:
+        # Guards everything that the cache changes. It is not reentrant on purpose: code that found it taken by its own
+        # thread would change what a critical section is changing.
         self.lock = threading.Lock()
-        self.meter = CacheStats()
-        self.ends = Ends(self.finalize)
-        self.is_limited = False
+        self.meter = CacheStats()  # may count what is gone and was not acted on: to change, and to read under any lock
+        self.ends = Ends(self.finalize)  # of views, counted tensors and storages
+        self.is_limited = False  # there is a budget
         self._account = f"_ds_tba_account_{uuid.uuid4().hex}"  # attribute of storages; two engines may save one
         self._gauge = self.meter.resident
-        self._device = device
+        self._device = device  # the training device, with its index
         self._accelerator = accelerator
         self._releases = Releases(accelerator, self._gauge)
 

@@ -83,16 +83,12 @@ _WHOLE = frozenset({Eligibility.ELIGIBLE, Eligibility.EXCLUDED, Eligibility.SMAL
 
 @dataclass(eq=False)
 class Forward:
-    """The forward under way, or the last one.
-
-    Attributes:
-        is_recorded: a recorder is around its hooks, so that every storage that a plan could move gets a record.
-        by_key: records of the storages saved in it; those of earlier forwards are found no more, but live on.
-    """
+    """The forward under way, or the last one."""
 
     micro_step: MicroStep
     policy: Policy
-    is_recorded: bool = False
+    is_recorded: bool = False  # a recorder is around its hooks: every storage that a plan could move gets a record
+    # The records of the storages saved in it; those of earlier forwards are found no more, but live on.
     by_key: dict[StorageKey, SavedStorage] = field(default_factory=dict)
 
 
@@ -110,15 +106,9 @@ class TensorCache(Residency):
     Args:
         stores: where eligible storages go in a micro-step without a policy of its own, in order of preference; without
             any, everything is kept and measured.
-        device: the training device, with its index.
-        min_tensor_bytes: storages smaller than this are kept.
         wait_for_staging: wait for room in staging instead of keeping the tensor, in a micro-step without a policy.
-        accelerator: of that device.
         released_bytes: without a budget, the bound of the device memory that backward has let go of and the device has
             not: see [Note: The budget].
-
-    Attributes:
-        rematerialization: the store that is asked before all others; None where nothing is rematerialized.
     """
 
     def __init__(
@@ -137,7 +127,7 @@ class TensorCache(Residency):
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
         self.forward = Forward(MicroStep(), self._default_policy)
         self._live_records = 0
-        self.rematerialization: TensorStore[Any] | None = None
+        self.rematerialization: TensorStore[Any] | None = None  # asked before all other stores; None where it is off
         self._observers: list[Around] = []
         self._function_saves = keep_originals()
         self._of_thread = _OfThread()

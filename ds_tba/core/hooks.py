@@ -104,15 +104,12 @@ class ForwardHooks(saved_tensors_hooks):
 
     No tensor subclass and no mode of the user's sees what they do with tensors: without hooks these see nothing of what
     autograd saves, and they may raise for what they do not know.
-
-    Attributes:
-        is_over: what is saved from now on is none of ours. What was saved before still comes back.
     """
 
     def __init__(self, pack: Pack, unpack: Unpack) -> None:
         self._pack, self._unpack = pack, unpack
         self._forks = FORKS.count
-        self.is_over = False
+        self.is_over = False  # if so, what is saved is none of ours; what was saved before still comes back
 
     # Methods, where PyTorch's class has attributes: one that is bound to this object would hold it in a circle.
     def pack_hook(self, tensor: torch.Tensor) -> Any:
@@ -206,12 +203,9 @@ def hooks_of_forward(hooks: ForwardHooks) -> Iterator[None]:
 
 
 class OpenHooks(threading.local):
-    """The hooks that a thread has kept open last.
+    """The hooks that a thread has kept open last."""
 
-    Attributes:
-        last: remembered once they are off, too: autograd restores a stack that was changed inside of a backward.
-    """
-
+    # Remembered once they are off, too: autograd restores a stack that was changed inside of a backward.
     last: ForwardHooks | None = None
 
     def open(self, hooks: ForwardHooks) -> None:
@@ -235,17 +229,11 @@ _READ = "_ds_tba_read"
 
 
 class FunctionSaves(threading.local):
-    """The last save of each thread by a Function of the user's, told apart from those of operations.
+    """The last save of each thread by a Function of the user's, told apart from those of operations."""
 
-    Attributes:
-        storages: stamps of the storages that it saves; see [Note: Functions of the user].
-        number: the sequence number at which autograd packs them.
-        is_packed: one of them was packed at that number, so that another number is another operation's.
-    """
-
-    storages: frozenset[int] = frozenset()
-    number = -1
-    is_packed = False
+    storages: frozenset[int] = frozenset()  # stamps of those that it saves; see [Note: Functions of the user]
+    number = -1  # the sequence number at which autograd packs them
+    is_packed = False  # one of them was packed at that number, so that another number is another operation's
 
     def begin(self, tensors: Iterable[object]) -> None:
         """Note that a Function of the user's saves these tensors."""
@@ -268,18 +256,11 @@ class FunctionSaves(threading.local):
 
 
 class SavedTensors:
-    """The descriptor in place of ``ctx.saved_tensors``; see [Note: Originals].
-
-    Args:
-        builtin: the descriptor of autograd, which unpacks.
-
-    Attributes:
-        saves: of Functions in this process.
-    """
+    """The descriptor in place of ``ctx.saved_tensors``; see [Note: Originals]."""
 
     def __init__(self, builtin: Any) -> None:
-        self._builtin = builtin
-        self.saves = FunctionSaves()
+        self._builtin = builtin  # the descriptor of autograd, which unpacks
+        self.saves = FunctionSaves()  # of Functions in this process
 
     def __get__(self, ctx: Any, owner: type | None = None) -> object:
         if ctx is None:

@@ -41,18 +41,12 @@ class Phase(Enum):
 
 
 class MicroStep:
-    """The moved records of one micro-step, in the order in which they were placed.
-
-    Attributes:
-        is_interleaved: see [Note: Micro-steps].
-        prefetch_distance: see ``Plan.prefetch_distance``; empty is no limit. Set by each forward.
-        alive: how many of the tensors and storages that it has saved are alive, moved or not.
-    """
+    """The moved records of one micro-step, in the order in which they were placed."""
 
     def __init__(self, *, is_interleaved: bool = False) -> None:
-        self.is_interleaved = is_interleaved
-        self.prefetch_distance: Sequence[int] = ()
-        self.alive = 0
+        self.is_interleaved = is_interleaved  # see [Note: Micro-steps]
+        self.prefetch_distance: Sequence[int] = ()  # see ``Plan.prefetch_distance``; set by each forward
+        self.alive = 0  # how many of the tensors and storages that it has saved are alive, moved or not
         self.phase = Phase.FORWARD
         self._records: list[Placed | None] = []
         self._forwards: list[int] = []  # index of the first record of each

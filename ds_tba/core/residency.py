@@ -46,16 +46,6 @@ class Residency(Keeper, Poisoned):
     It changes only under the lock: ``limit``, ``wait_for``, ``give_way``, ``scratch``, ``end_early`` and ``load`` with
     what that calls take it, and all other methods that change anything are called under it. ``may_wait``,
     ``is_exceeded_by`` and ``memory_of`` only read, and are called without it, too.
-
-    Args:
-        stores: where bytes may go that were kept, in order of preference.
-        device: the training device, with its index.
-        accelerator: of that device.
-        released_bytes: without a budget, the bound of what the host has let go of and the device has not.
-
-    Attributes:
-        limit_bytes: the budget; infinite without one.
-        issuers: all whose pending copies hold device memory: the stores, and before them the one that rematerializes.
     """
 
     def __init__(
@@ -63,10 +53,12 @@ class Residency(Keeper, Poisoned):
     ) -> None:
         super().__init__(device, accelerator)
         Poisoned.__init__(self)
-        self.limit_bytes = math.inf
-        self.stores = tuple(stores)
+        self.limit_bytes = math.inf  # the budget; infinite without one
+        self.stores = tuple(stores)  # where bytes may go that were kept, in order of preference
+        # All whose pending copies hold device memory: the stores, and before them the one that rematerializes.
         self.issuers: tuple[AnyIssuer, ...] = self.stores
         self._setting = ""  # that asks for the limit
+        # Without a budget, the bound of what the host has let go of and the device has not.
         self._released_limit_bytes = released_bytes
         self._has_warned = False
         self.largest_bytes = 0  # of the storages that left, and of which any is alive

@@ -88,23 +88,17 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
 
 
 class StorageKey(NamedTuple):
-    """The identity of what was saved: saved tensors with equal keys are one storage.
-
-    Attributes:
-        storage: the stamp of the storage.
-        lineage: the stamp of the version counter, which a tensor shares with its base and the base's other views. It is
-            not the storage's: the chunks of ``unsafe_chunk`` (which PyTorch's own LSTM and GRU cells change in place),
-            and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a counter otherwise (``detach``)
-            count as different here, which costs a second write and is never wrong.
-        version: the version counter when the tensor was saved.
-        nbytes: bytes of the storage.
-        function: number of the custom Function that has saved it, with whom no other save shares it; 0 if none has.
-    """
+    """The identity of what was saved: saved tensors with equal keys are one storage."""
 
     storage: Stamp
+    # The stamp of the version counter, which a tensor shares with its base and the base's other views. It is not the
+    # storage's: the chunks of ``unsafe_chunk`` (which PyTorch's own LSTM and GRU cells change in place), and ``x`` and
+    # ``x.data``, share bytes and count apart. Tensors that share a counter otherwise (``detach``) count as different
+    # here, which costs a second write and is never wrong.
     lineage: Stamp
-    version: int
-    nbytes: int
+    version: int  # of the counter when the tensor was saved
+    nbytes: int  # of the storage
+    # The number of the custom Function that has saved it, with whom no other save shares it; 0 if none has.
     function: int = 0
 
     @classmethod
@@ -114,79 +108,52 @@ class StorageKey(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """The bytes of a record on their way into device memory.
+    """The bytes of a record on their way into device memory."""
 
-    Attributes:
-        thread: the one that loads them.
-        done: taken until they are there, or have failed to come.
-    """
-
-    thread: int
+    thread: int  # the one that loads them
     ticket: Ticket
-    done: threading.Lock
+    done: threading.Lock  # taken until they are there, or have failed to come
 
 
 class Origin(Protocol):
-    """How a storage could be rematerialized. Holds nothing that it is made of.
-
-    Attributes:
-        sources: the storages that it is made of.
-        seconds: that making it took when that was measured; None unless it was found equal.
-    """
+    """How a storage could be rematerialized. Holds nothing that it is made of."""
 
     @property
-    def sources(self) -> tuple[StorageKey, ...]: ...
+    def sources(self) -> tuple[StorageKey, ...]: ...  # that it is made of
 
     @property
-    def seconds(self) -> float | None: ...
+    def seconds(self) -> float | None: ...  # that making it took when that was measured; None unless it was found equal
 
 
 @dataclass(eq=False, slots=True)
 class SavedStorage(StateMachine):
-    """One storage saved for backward. Changed only under the cache's lock.
-
-    Attributes:
-        source: the storage that was saved, not held: while it lives, it is what backward gets.
-        stream: that saved it.
-        node: the sequence number of the node that saved it last, or something that is made of it.
-        has_graph: whether a node has made the tensor that was saved first; else it may leave only if nobody has it.
-        choice: where it goes as soon as the operation that saves it is over, and its comparison, if any, is answered.
-        ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
-            taken away, because it is read without the lock, too.
-        origin: how it could be rematerialized; None where that is not known.
-        loading: the load under way.
-        loaded: the bytes, while they are in device memory again.
-        kept_views: what tells the ends of the views that may hold the bytes.
-        memory: the account of the storage that was saved.
-        refusal: in the report's words, why it has stayed although it was to leave; empty if it has not.
-        index: in its micro-step.
-        views: how many are alive.
-        lent: of those, how many belong to recipes, not to autograd.
-        pending: of autograd's, how many have no bytes and were not unpacked yet.
-    """
+    """One storage saved for backward. Changed only under the cache's lock."""
 
     noun = "a saved storage"
     moves = _MOVES
 
     key: StorageKey
     micro_step: MicroStep
-    source: weakref.ref[torch.UntypedStorage]
-    memory: CountedMemory
-    stream: Stream
-    node: int
-    has_graph: bool = True
+    source: weakref.ref[torch.UntypedStorage]  # not held: while it lives, it is what backward gets
+    memory: CountedMemory  # the account of the storage that was saved
+    stream: Stream  # that saved it
+    node: int  # the sequence number of the node that saved it last, or something that is made of it
+    has_graph: bool = True  # a node has made the tensor that was saved first; else it may leave only if nobody has it
     state: RecordState = RecordState.KEPT
+    # Where it goes as soon as the operation that saves it is over, and its comparison, if any, is answered.
     choice: Choice = STAYS
+    # Of the store that has the bytes, or had them until they came back. Once set, it is replaced and never taken away,
+    # because it is read without the lock, too.
     ticket: Ticket | None = None
-    origin: Origin | None = None
+    origin: Origin | None = None  # how it could be rematerialized; None where that is not known
     loading: Loading | None = None
-    loaded: Loaded | None = None
-    kept_views: list[ViewGone] = field(default_factory=list)
-    refusal: str = ""
-    index: int = NO_INDEX
-    views: int = 0
-    lent: int = 0
-    pending: int = 0
+    loaded: Loaded | None = None  # the bytes, while they are in device memory again
+    kept_views: list[ViewGone] = field(default_factory=list)  # tell the ends of the views that may hold the bytes
+    refusal: str = ""  # in the report's words, why it has stayed although it was to leave; empty if it has not
+    index: int = NO_INDEX  # in its micro-step
+    views: int = 0  # how many are alive
+    lent: int = 0  # of the views, how many belong to recipes, not to autograd
+    pending: int = 0  # of autograd's views, how many have no bytes and were not unpacked yet
 
     @property
     def nbytes(self) -> int:
@@ -284,14 +251,7 @@ class PassedThrough(_Kept):
 
 
 class SavedCounted(_Kept):
-    """A tensor that stays where it is until backward, without a record of its own: see ``cache.py``, [Note: Records].
-
-    Attributes:
-        held: the tensor, or an alias of it.
-        nbytes: as many of its bytes as are counted.
-        memory: the account that they are counted in.
-        eps: of the norm of which it is a statistic, in a tuple; else None.
-    """
+    """A tensor that stays where it is until backward, without a record of its own: ``cache.py``, [Note: Records]."""
 
     __slots__ = ("__weakref__", "cache", "eps", "memory", "nbytes")
 
@@ -308,8 +268,8 @@ class SavedCounted(_Kept):
     ) -> None:
         super().__init__(tensor, is_of_function=is_of_function)
         self.cache = cache
-        self.eps: tuple[float | None] | None = None
-        self.nbytes = nbytes
+        self.eps: tuple[float | None] | None = None  # of the norm of which it is a statistic, in a tuple; else None
+        self.nbytes = nbytes  # as many of its bytes as are counted
         self.memory = cache.count_kept(self, storage, nbytes, reason, micro_step)
         self.memory.is_of_function |= is_of_function
 
@@ -332,21 +292,15 @@ class SavedExcluded(SavedCounted):
 
 
 class SavedView:
-    """Held by autograd in place of one saved tensor with a record.
-
-    Attributes:
-        held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
-            lock, and read without it.
-        attributes: see :func:`~ds_tba.core.tensors.attributes_of`.
-        eps: see :class:`SavedCounted`.
-        state: what its end tells.
-    """
+    """Held by autograd in place of one saved tensor with a record."""
 
     __slots__ = ("__weakref__", "_counter", "_spec", "attributes", "cache", "eps", "held", "record", "state")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
+        # The tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's lock,
+        # and read without it.
         self.held: torch.Tensor | None = None
-        self.eps: tuple[float | None] | None = None
+        self.eps: tuple[float | None] | None = None  # see :class:`SavedCounted`
         self.attributes = attributes_of(tensor, is_of_function=record.key.function > 0) if vars(tensor) else None
         self.cache = cache
         self.record = record
@@ -488,20 +442,14 @@ class TensorStore(Issuer[OwnTicket], Generic[OwnTicket]):
 
 
 class ViewGone(Notice):
-    """Tells a record the end of one of its views.
-
-    Attributes:
-        is_away: the view holds no bytes.
-        is_lent: it belongs to a recipe.
-        is_unpacked: backward has had its bytes.
-    """
+    """Tells a record the end of one of its views."""
 
     __slots__ = ("is_away", "is_lent", "is_unpacked", "record")
 
     record: SavedStorage
-    is_away: bool
-    is_lent: bool
-    is_unpacked: bool
+    is_away: bool  # the view holds no bytes
+    is_lent: bool  # it belongs to a recipe
+    is_unpacked: bool  # backward has had its bytes
 
     def of(self, record: SavedStorage, *, is_away: bool, is_lent: bool) -> ViewGone:
         """Return this notice, of a view of a record."""

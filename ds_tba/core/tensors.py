@@ -341,22 +341,14 @@ class Eligibility(Enum):
 
 
 class Gate:
-    """Says which saved tensors of a cache may leave device memory.
-
-    Args:
-        device: the training device, with its index; a tensor elsewhere costs none of its memory.
-        min_tensor_bytes: storages smaller than this are kept.
-        accelerator: of that device.
-
-    Attributes:
-        excluded_by: tells why the tensor that this thread saves now may not leave, by more than a tensor shows; empty
-            if it may. Who sets it has such tensors kept as they are, neither offloaded nor rematerialized.
-    """
+    """Says which saved tensors of a cache may leave device memory."""
 
     def __init__(self, device: torch.device, min_tensor_bytes: int, accelerator: Accelerator) -> None:
-        self._device = device
-        self._min_tensor_bytes = min_tensor_bytes
+        self._device = device  # the training device, with its index; a tensor elsewhere costs none of its memory
+        self._min_tensor_bytes = min_tensor_bytes  # smaller storages are kept
         self._accelerator = accelerator
+        # Tells why the tensor that this thread saves now may not leave, by more than a tensor shows; empty if it may.
+        # Who sets it has such tensors kept as they are, neither offloaded nor rematerialized.
         self.excluded_by: Callable[[], str] = lambda: ""
         with torch.inference_mode(False), out_of_modes():
             self._plain_keys = torch._C._dispatch_keys(torch.empty(0, device=device))

@@ -86,19 +86,12 @@ AT_ONCE = AtOnce()
 
 
 class MemoryLevels(NamedTuple):
-    """A device's memory at one time.
+    """A device's memory at one time."""
 
-    Attributes:
-        in_use_bytes: bytes that nothing new can have: of tensors, and of what was freed while another stream uses it.
-        peak_in_use_bytes: the most of them since the peak was last reset.
-        reserved_bytes: bytes that the allocator has taken from the device.
-        allocation_retries: the number of times that the device was full, and the allocator gave all unused bytes back.
-    """
-
-    in_use_bytes: int
-    peak_in_use_bytes: int
-    reserved_bytes: int
-    allocation_retries: int
+    in_use_bytes: int  # that nothing new can have: of tensors, and of what was freed while another stream uses it
+    peak_in_use_bytes: int  # the most of them since the peak was last reset
+    reserved_bytes: int  # that the allocator has taken from the device
+    allocation_retries: int  # how often the device was full, and the allocator gave all unused bytes back
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
@@ -133,16 +126,11 @@ def _left_bytes(proc: Path, groups: Path) -> list[int]:
 
 
 class MemoryMeter:
-    """The most device memory that everything but saved tensors held at once; see [Note: Room].
-
-    Args:
-        accelerator: of the device.
-        resident_bytes: tells how much of its memory saved tensors hold.
-    """
+    """The most device memory that everything but saved tensors held at once; see [Note: Room]."""
 
     def __init__(self, accelerator: Accelerator, resident_bytes: Callable[[], int]) -> None:
         self._accelerator = accelerator
-        self._now_resident_bytes = resident_bytes
+        self._now_resident_bytes = resident_bytes  # tells how much of the device's memory saved tensors hold
         self._resident_before_bytes = 0
         self._peak_bytes = math.inf  # at the last sample; before the first there is nothing to compare with
         self._most_bytes = 0
@@ -257,12 +245,10 @@ class Accelerator:
 
     Its streams and events are all ``AT_ONCE``, so that whoever records, waits or shares writes it once for every
     device. Those of an asynchronous device are torch's. Memory is uint8, 1-D.
-
-    Attributes:
-        is_synchronous: every call is done when it returns, and its memory is the host's: for the few places where
-            that changes more than a wait.
     """
 
+    # Every call is done when it returns, and its memory is the host's: for the few places where that changes more than
+    # a wait.
     is_synchronous = True
 
     def device(self) -> torch.device:
@@ -473,17 +459,14 @@ def moment(accelerator: Accelerator, stream: Stream | None = None) -> Event:
 
 
 class PendingCopy:
-    """A copy out of device memory.
-
-    Attributes:
-        storage: the memory, held until the copy is done, or the allocator would give it away (``copies.py``).
-    """
+    """A copy out of device memory."""
 
     __slots__ = ("event", "nbytes", "storage")
 
     def __init__(self, event: Event, source: torch.Tensor) -> None:
         self.event = event
         self.nbytes = source.numel()
+        # Held until the copy is done, or the allocator would give the memory away (``copies.py``).
         self.storage: torch.UntypedStorage | None = None if event is AT_ONCE else source.untyped_storage()
 
     def free_if_done(self) -> bool:
@@ -500,28 +483,18 @@ class PendingCopy:
 
 
 class Arrival:
-    """Device memory into which a copy is under way.
-
-    Args:
-        event: done with the copy.
-        owner: the stream that the memory was allocated on.
-
-    Attributes:
-        event: as given.
-        consumers: streams that use the memory beside its owner.
-        version: version counter of the memory once its bytes are there.
-    """
+    """Device memory into which a copy is under way."""
 
     __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event", "version")
 
     def __init__(self, accelerator: Accelerator, data: torch.Tensor, event: Event, owner: Stream) -> None:
         self._accelerator = accelerator
         self._data = data
-        self._owner = owner
-        self.event = event
-        self.consumers: list[Stream] = []
+        self._owner = owner  # the stream that the memory was allocated on
+        self.event = event  # done with the copy
+        self.consumers: list[Stream] = []  # streams that use the memory beside its owner
         # The host has queued the copy by now. Memory of the user's inference mode, for a measurement, has no version.
-        self.version = -1 if data.is_inference() else data._version
+        self.version = -1 if data.is_inference() else data._version  # of the memory once its bytes are there
 
     def join(self) -> torch.Tensor:
         """Return the memory (uint8, 1-D) for the calling thread's current stream, which waits for the copy."""

@@ -28,17 +28,11 @@ from ds_tba.device.accelerator import AT_ONCE, Accelerator, Arrival, Event, Pend
 
 
 class Destination(NamedTuple):
-    """New device memory for bytes that come back. See [Note: Pools].
+    """New device memory for bytes that come back. See [Note: Pools]."""
 
-    Attributes:
-        data: the memory (uint8, 1-D).
-        allocated: event right after the allocation.
-        stream: the stream that it was allocated on.
-    """
-
-    data: torch.Tensor
-    allocated: Event
-    stream: Stream
+    data: torch.Tensor  # uint8, 1-D
+    allocated: Event  # right after the allocation
+    stream: Stream  # that it was allocated on
 
     def part(self, start: int, nbytes: int) -> Destination:
         """Return a range of the memory, for a part of the bytes."""

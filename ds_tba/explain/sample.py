@@ -86,16 +86,7 @@ class StepSamples:
     """Samples the steps 1, 2, 4, 8, ...: seldom, and again while plans change and lengths grow.
 
     Args:
-        cache: counts saved tensors.
-        store: counts the waits of the training thread.
-        paths: of the drives, which tell a timeline of I/O.
         file: has the timeline of the last sampled step; None where nobody wants timelines.
-        step: number of the step that runs.
-
-    Attributes:
-        running: names the module that runs.
-        holders, holders_step: who held saved bytes at the end of the last forward that was sampled, and in which step.
-        earlier_bytes: saved bytes in device memory as the last step ended.
     """
 
     def __init__(
@@ -109,7 +100,8 @@ class StepSamples:
     ) -> None:
         self._stats, self._store, self._paths, self._file, self._step = cache, store, paths, file, step
         self.running = running
-        self.holders: list[Holder] = []
+        self.holders: list[Holder] = []  # of saved bytes, at the end of the last forward that was sampled
+        # The step of that forward, and the saved bytes in device memory as the last step ended.
         self.holders_step = self.earlier_bytes = 0
         # Each storage by its record, or by its account where it has none: views of one count once.
         self._seen: dict[SavedStorage | CountedMemory, Holder] = {}

@@ -70,27 +70,16 @@ _SIGNED = 1 << 63  # negative dimensions come as unsigned numbers of 64 bits
 
 @dataclass(slots=True, eq=False)
 class Site:
-    """An op in the graph whose output can be rematerialized; see ``sites.py``, [Note: Proof].
+    """An op in the graph whose output can be rematerialized; see ``sites.py``, [Note: Proof]."""
 
-    Attributes:
-        op: the last of its recipe's.
-        key: identity of the site.
-        reason: cause for which it is not used; empty without one.
-        visits: number of tensors saved here.
-        next_visit: number of the next visit that is compared.
-        equal_in: last step in which a comparison was equal; None before the first.
-        unseen_since: first step since then in which a tensor was neither saved nor compared; None without any.
-        measured_s: seconds that the recipe took in its last comparison.
-    """
-
-    op: str
+    op: str  # the last of its recipe's
     key: int
-    reason: str = ""
-    visits: int = 0
-    next_visit: int = 0
-    equal_in: int | None = None
-    unseen_since: int | None = None
-    measured_s: float = 0.0
+    reason: str = ""  # why it is not used; empty if it is
+    visits: int = 0  # number of tensors saved here
+    next_visit: int = 0  # number of the next visit that is compared
+    equal_in: int | None = None  # last step in which a comparison was equal; None before the first
+    unseen_since: int | None = None  # first step since then in which a tensor was neither saved nor compared, if any
+    measured_s: float = 0.0  # that the recipe took in its last comparison
 
     @property
     def is_proven(self) -> bool:
@@ -109,17 +98,11 @@ class Site:
 
 
 class Makeable(NamedTuple):
-    """A way to rematerialize a storage.
+    """A way to rematerialize a storage."""
 
-    Attributes:
-        site: op that makes it.
-        depth: length of the chain of storages that can be made one from the other.
-        sources: storages that it is made of.
-    """
-
-    site: Site
-    depth: int
-    sources: tuple[StorageKey, ...]
+    site: Site  # of the op that makes it
+    depth: int  # length of the chain of storages that can be made one from the other
+    sources: tuple[StorageKey, ...]  # that it is made of
 
     @property
     def seconds(self) -> float | None:
@@ -153,17 +136,12 @@ class AsInForward(ExitStack):
 
 
 class Step(NamedTuple):
-    """An op and its operands.
-
-    Attributes:
-        operands: numbers of earlier steps, objects that hold tensors, constants of the op; None for an operand that is
-            left out.
-        constants: numbers of the op.
-    """
+    """An op and its operands."""
 
     rule: Rule
+    # Numbers of earlier steps, objects that hold tensors, constants of the op; None for an operand that is left out.
     operands: tuple[int | Held | torch.Tensor | None, ...]
-    constants: tuple[object, ...]
+    constants: tuple[object, ...]  # numbers of the op
     output: Output
 
     @property
@@ -195,23 +173,14 @@ def _look(one: int | Held | torch.Tensor | None) -> object:
 
 @dataclass(slots=True, eq=False)
 class Recipe:
-    """The ops that rematerialize the storage of a saved tensor.
+    """The ops that rematerialize the storage of a saved tensor."""
 
-    Attributes:
-        site: op whose output it is.
-        steps: ops, each behind those it needs; the last gives the storage itself.
-        spec: layout of the storage.
-        kernels: those of forward; None on a device.
-        held: the operands, each once.
-        records: the saved storages that it is made of, as often as they are held.
-    """
-
-    site: Site
-    steps: tuple[Step, ...]
-    spec: ViewSpec
-    kernels: tuple[int, bool, bool] | None
-    held: tuple[Held, ...] = field(init=False)
-    records: tuple[SavedStorage, ...] = field(init=False)
+    site: Site  # of the op whose output it is
+    steps: tuple[Step, ...]  # each behind those it needs; the last gives the storage itself
+    spec: ViewSpec  # layout of the storage
+    kernels: tuple[int, bool, bool] | None  # those of forward; None on a device
+    held: tuple[Held, ...] = field(init=False)  # the operands, each once
+    records: tuple[SavedStorage, ...] = field(init=False)  # that it is made of, as often as they are held
 
     def __post_init__(self) -> None:
         held = {id(one): one for step in self.steps for one in step.operands if isinstance(one, Held)}
@@ -296,46 +265,29 @@ def is_of_a_module(held: Held) -> TypeGuard[PassedThrough]:
 
 
 class Comparison(NamedTuple):
-    """A comparison under way, or done.
-
-    Attributes:
-        flags: two booleans in host memory, once ``done``: any bit differs, and the elements are not all equal.
-        done: event of the device, which comes with them.
-        marks: of the clock, around the recipe.
-        step: step of training in which the tensor was saved.
-        visit: number of the site's visit.
-        module: path of the module in which the tensor was saved; empty where the site was not proven before.
-    """
+    """A comparison under way, or done."""
 
     recipe: Recipe
+    # Two booleans in host memory, once ``done``: any bit differs, and the elements are not all equal.
     flags: torch.Tensor
-    done: Event
-    marks: tuple[Any, Any]
-    step: int
-    visit: int
-    module: str
+    done: Event  # event of the device, which comes with the flags
+    marks: tuple[Any, Any]  # of the clock, around the recipe
+    step: int  # of training, in which the tensor was saved
+    visit: int  # number of the site's visit
+    module: str  # path of the one in which the tensor was saved; empty where the site was not proven before
 
 
 # ---- finding them in the graph --------------------------------------------------------------------------------------
 
 
 class Search:
-    """The steps of one recipe, as they are found.
-
-    Args:
-        cache: owner of the saved views that are operands.
-        rules: rules by the names of nodes.
-        first_node: number of the first node of the forward that runs: no earlier one is entered.
-
-    Attributes:
-        steps: ops, each behind those it needs.
-    """
+    """The steps of one recipe, as they are found."""
 
     def __init__(self, cache: Keeper, rules: Mapping[str, Rule], first_node: int) -> None:
-        self.steps: list[Step] = []
-        self._cache = cache
-        self._rules = rules
-        self._first_node = first_node
+        self.steps: list[Step] = []  # each behind those it needs
+        self._cache = cache  # owner of the saved views that are operands
+        self._rules = rules  # by the names of nodes
+        self._first_node = first_node  # number of the first of the forward that runs: no earlier one is entered
         self._entered = 0
         self._found: dict[int, tuple[Node, int]] = {}  # with the node, so that its id stays its own
 

@@ -32,30 +32,20 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A way to rematerialize the output of one op.
+    """A way to rematerialize the output of one op."""
 
-    Attributes:
-        op: name in the config and in reports.
-        operands: for each input of the node the attribute under which the node may hold it; empty if it holds none. One
-            that the op can do without ends in ``?``.
-        make: returns the output, from the operands and the constants.
-        constants: attributes of the node; for ``eps``, which no node of a norm holds, see ``recipe.py``.
-        result: attribute under which the node may hold its own output.
-        is_view: True if the output shares its operand's memory, so that it is a step between others only.
-        listed: attribute under which the node holds a list of more operands.
-        is_copy: True if each element is copied or cast, to where the graph does not tell.
-        from_output: True if ``make`` takes the :class:`Output`, too, last of all.
-    """
-
-    op: str
+    op: str  # name in the config and in reports
+    # For each input of the node the attribute under which the node may hold it; empty if it holds none. One that the op
+    # can do without ends in ``?``.
     operands: tuple[str, ...]
-    make: Make
+    make: Make  # returns the output, from the operands and the constants
+    # Attributes of the node; for ``eps``, which no node of a norm holds, see ``recipe.py``.
     constants: tuple[str, ...] = ()
-    result: str = ""
-    is_view: bool = False
-    listed: str = ""
-    is_copy: bool = False
-    from_output: bool = False
+    result: str = ""  # attribute under which the node may hold its own output
+    is_view: bool = False  # the output shares its operand's memory, so that it is a step between others only
+    listed: str = ""  # attribute under which the node holds a list of more operands
+    is_copy: bool = False  # each element is copied or cast, to where the graph does not tell
+    from_output: bool = False  # ``make`` takes the :class:`Output`, too, last of all
 
 
 class NoRecipeError(Exception):

@@ -50,17 +50,8 @@ MAX_SITES, MAX_REFUSED = 1 << 18, 4096
 class Sites:
     """All sites of a run; see [Note: Proof].
 
-    Args:
-        cache: owner of the saved views that are operands.
-        accelerator: the training device.
-        exclude: ops that are not rematerialized.
-        running: tells which module runs, for errors.
-
     Raises:
         ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.
-
-    Attributes:
-        step: number of the step that runs, from 1 on.
     """
 
     def __init__(
@@ -76,15 +67,15 @@ class Sites:
                 f"{', '.join(sorted(OPS))}."
             )
         self.rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
-        self.step = 1
-        self._running = running or RunningModule()
+        self.step = 1  # number of the one that runs, from 1 on
+        self._running = running or RunningModule()  # for errors
         self.accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronous
         self._sites: dict[int, Site] = {}
         self._numbers: Counter[Hashable] = Counter()  # of what comes more than once in a forward
         self._refused: set[tuple[str, torch.dtype, torch.Size]] = set()  # without a recipe: why, for each form
         self._seconds = 0.0  # that making took, by what it took when it was measured
-        self._cache = cache
+        self._cache = cache  # owner of the saved views that are operands
         self._first_node = 0  # of the forward that runs
         self._threads: list[threading.Thread] = []  # that run forwards: no more than two
 

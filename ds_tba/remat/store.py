@@ -29,19 +29,15 @@ MAX_UNREAD_BYTES = 256 << 20
 
 
 class RecipeTicket(Ticket):
-    """One storage that is rematerialized, or about to be.
-
-    Attributes:
-        recipe: makes the bytes; None once nobody wants them any more, or they were found to differ. Changed under the
-            cache's lock.
-        comparison: that the device had not answered as the storage was taken; the bytes stay until it has.
-    """
+    """One storage that is rematerialized, or about to be."""
 
     __slots__ = ("comparison", "recipe")
 
     def __init__(self, store: RematStore, recipe: Recipe, comparison: Comparison | None = None) -> None:
         super().__init__(recipe.nbytes, store)
+        # Makes the bytes; None once nobody wants them, or they were found to differ. Changed under the cache's lock.
         self.recipe: Recipe | None = recipe
+        # One that the device had not answered as the storage was taken; the bytes stay until it has.
         self.comparison = comparison
 
     @property
@@ -51,12 +47,7 @@ class RecipeTicket(Ticket):
 
 
 class PendingComparison(PendingCopy):
-    """A comparison that the device may not have answered.
-
-    Attributes:
-        record: storage that stays until the answer; None if the site was proven before.
-        ticket: of that storage.
-    """
+    """A comparison that the device may not have answered."""
 
     __slots__ = ("_queue", "comparison", "record", "ticket")
 
@@ -69,8 +60,8 @@ class PendingComparison(PendingCopy):
     ) -> None:
         self._queue = queue
         self.comparison = comparison
-        self.record = record
-        self.ticket = ticket
+        self.record = record  # stays until the answer; None if the site was proven before
+        self.ticket = ticket  # of the record
         self.nbytes, self.storage = 0 if record is None else record.nbytes, None
 
     def wait(self) -> None:
@@ -81,16 +72,11 @@ class PendingComparison(PendingCopy):
 
 
 class RematStore(TensorStore[RecipeTicket]):
-    """The store. Its pending comparisons are read under the cache's lock.
-
-    Args:
-        cache: owner of the saved views that are operands, and of the stores that are next.
-        sites: find recipes, and prove that they give the same bytes.
-    """
+    """The store. Its pending comparisons are read under the cache's lock."""
 
     def __init__(self, cache: TensorCache, sites: Sites) -> None:
         self.sites = sites
-        self._cache = cache
+        self._cache = cache  # owner of the saved views that are operands, and of the stores that are next
         self._pending: deque[PendingComparison] = deque()
 
     # ---- in forward ---------------------------------------------------------------------------------------------

@@ -61,15 +61,11 @@ class ChosenModules:
 
     A tensor belongs to the innermost module that runs when it is saved, and to all modules that this one is inside of;
     outside of all, to the model.
-
-    Args:
-        running: tells which module runs.
-        patterns: the lists of the keys ``only`` and ``except``.
     """
 
     def __init__(self, running: RunningModule, patterns: Mapping[str, Sequence[str]]) -> None:
         self._running = running
-        self._patterns = patterns
+        self._patterns = patterns  # the lists of the keys ``only`` and ``except``
         self._reasons: dict[str, str] = {}  # by the first of the paths of a module, which ``running`` knows
 
     def watch(self, model: nn.Module) -> dict[str, str]:

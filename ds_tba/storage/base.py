@@ -53,15 +53,10 @@ AnyIssuer: TypeAlias = "Issuer[Any]"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Bytes on their way back to the device.
+    """Bytes on their way back to the device."""
 
-    Attributes:
-        arrival: the memory, and the copy into it.
-        stored: whether the store still has the bytes too; if not, ``data`` is the only copy.
-    """
-
-    arrival: Arrival
-    stored: bool
+    arrival: Arrival  # the memory, and the copy into it
+    stored: bool  # the store still has the bytes, too; if not, ``data`` is the only copy
 
     @property
     def data(self) -> torch.Tensor:
@@ -143,16 +138,11 @@ class State(Enum):
 
 
 class StateMachine:
-    """Something whose ``state`` changes along ``moves`` only.
-
-    Attributes:
-        noun: what it is, for the error.
-        moves: for each state those that may follow.
-    """
+    """Something whose ``state`` changes along ``moves`` only."""
 
     __slots__ = ()
-    noun: ClassVar[str]
-    moves: ClassVar[Mapping[Any, tuple[Any, ...]]]
+    noun: ClassVar[str]  # what it is, for the error
+    moves: ClassVar[Mapping[Any, tuple[Any, ...]]]  # for each state those that may follow
     state: Any
 
     def move(self, state: State) -> None:
@@ -171,18 +161,12 @@ class StateMachine:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The decision for a storage.
+    """The decision for a storage."""
 
-    Attributes:
-        stores: which may have it, in order of preference; none means that it is kept.
-        wait: for room in staging.
-        reason: why it is kept, where there is no store.
-        rematerialize: make it again from others in backward, where the cache can; else ``stores`` may have it.
-    """
-
-    stores: tuple[AnyStore, ...]
-    wait: bool
-    reason: str = ""
+    stores: tuple[AnyStore, ...]  # which may have it, in order of preference; none means that it is kept
+    wait: bool  # for room in staging
+    reason: str = ""  # why it is kept, where there is no store
+    # Make it again from others in backward, where the cache can; else ``stores`` may have it.
     rematerialize: bool = False
 
 

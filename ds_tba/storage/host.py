@@ -41,12 +41,7 @@ class Segment(NamedTuple):
 
 
 class HostTicket(Ticket):
-    """One storage in the host tier.
-
-    Attributes:
-        copy: the copy into the span; with ``uses``, events of copies out of it: the span is free after both.
-        arrival: the copy on the device, if it was made ahead.
-    """
+    """One storage in the host tier."""
 
     __slots__ = ("arrival", "copy", "device", "segment", "span", "uses")
 
@@ -55,9 +50,9 @@ class HostTicket(Ticket):
         self.device = device
         self.segment = segment
         self.span: Span | None = span
-        self.copy: PendingCopy | None = None
-        self.uses: list[Event] = []
-        self.arrival: Arrival | None = None
+        self.copy: PendingCopy | None = None  # into the span, which is free after it and the uses
+        self.uses: list[Event] = []  # events of copies out of the span
+        self.arrival: Arrival | None = None  # the copy on the device, if it was made ahead
 
     def view(self) -> torch.Tensor:
         """Return the bytes in host memory.
@@ -71,20 +66,7 @@ class HostTicket(Ticket):
 
 
 class HostStore(Store[HostTicket]):
-    """Storages in host memory.
-
-    Args:
-        accelerator: pins the memory and orders the copies.
-        limit_bytes: as much as it holds at most.
-        reserve_bytes: memory of the machine that stays free, so that the tier may stay smaller.
-        ahead_bytes: bound of what is copied to the device before backward asks for it, and of the device memory that
-            waits for its copy out (a larger tensor goes alone). The host runs far ahead of a device: without the second
-            bound a whole forward would be held until the device has come so far.
-
-    Attributes:
-        limit_bytes: as given.
-        taken_bytes: host memory that it has.
-    """
+    """Storages in host memory."""
 
     def __init__(
         self,
@@ -96,12 +78,15 @@ class HostStore(Store[HostTicket]):
     ) -> None:
         self.stats = StoreStats()
         self.limit_bytes = limit_bytes
-        self.taken_bytes = 0
-        self._reserve_bytes = reserve_bytes
+        self.taken_bytes = 0  # host memory that it has
+        self._reserve_bytes = reserve_bytes  # memory of the machine that stays free, so that the tier may stay smaller
         self._is_full = False  # it grows no more
         self._accelerator = accelerator
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
+        # The bound of what is copied to the device before backward asks for it, and of the device memory that waits for
+        # its copy out (a larger tensor goes alone). The host runs far ahead of a device: without the second bound a
+        # whole forward would be held until the device has come so far.
         self._ahead_limit_bytes = ahead_bytes
         # No lanes wait for this lock, so that copies into the device may be queued under it.
         self._lock = threading.Lock()

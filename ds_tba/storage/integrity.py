@@ -50,19 +50,13 @@ _BLOSC = {"lz4": ("LZ4", "BITSHUFFLE", 5), "zstd": ("ZSTD", "SHUFFLE", 1)}
 
 
 class Integrity:
-    """XXH3 checksums by mode.
-
-    Args:
-        mode: ``off``, ``sampled`` (the first and the last 4 KiB of every I/O block; see [Note: What sampling finds]) or
-            ``full``.
-        block_bytes: as long are the blocks of a transfer, of which one may be lost without the others.
-        on_device: staging is device memory, so the samples are copied to the host first.
-    """
+    """XXH3 checksums by mode."""
 
     def __init__(self, mode: str, block_bytes: int, *, on_device: bool = False) -> None:
+        # ``off``, ``full`` or ``sampled`` (the first and last 4 KiB of each I/O block): [Note: What sampling finds].
         self._mode = mode
-        self._block_bytes = block_bytes
-        self._on_device = on_device
+        self._block_bytes = block_bytes  # of the blocks of a transfer, of which one may be lost without the others
+        self._on_device = on_device  # staging is device memory, so the samples are copied to the host first
 
     def digest(self, data: torch.Tensor) -> tuple[int, ...]:
         """Return a 64-bit checksum of every sample of ``data`` (uint8, 1-D, where staging is).
@@ -123,15 +117,12 @@ class Codec:
     them; it does not tell which. So each is taken for memory that ran out. A ValueError says that bytes could not be
     decompressed, for whatever reason.
 
-    Attributes:
-        name: as in ``io.compression``.
-
     Raises:
         BackendUnavailableError: the package is missing.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = name  # as in ``io.compression``
         try:
             blosc2: Any = importlib.import_module(CODEC_PACKAGE)
         except ImportError as error:
@@ -196,21 +187,14 @@ class Codec:
 
 
 class Piece(NamedTuple):
-    """Bytes of a part that are one transfer.
+    """Bytes of a part that are one transfer."""
 
-    Attributes:
-        start, nbytes: the place of the bytes in the part.
-        offset, stored_bytes: the place in the file of what is stored for them.
-        packed_bytes: length of what a codec made of them; 0 where they are stored as they are.
-        checksums: of what is stored.
-    """
-
-    start: int
+    start: int  # in the part
     nbytes: int
-    offset: int
-    stored_bytes: int
-    packed_bytes: int = 0
-    checksums: tuple[int, ...] = ()
+    offset: int  # in the file, of what is stored for them
+    stored_bytes: int  # length of that in the file
+    packed_bytes: int = 0  # length of what a codec made of them; 0 where they are stored as they are
+    checksums: tuple[int, ...] = ()  # of what is stored
 
     def within(self, part: torch.Tensor) -> torch.Tensor:
         """Return the place of the bytes in the memory of their part."""
@@ -218,18 +202,12 @@ class Piece(NamedTuple):
 
 
 class PieceIo:
-    """Moves parts between staging and a file, for the lanes.
-
-    Args:
-        integrity: takes and compares the checksums.
-
-    Attributes:
-        buffers: for the lane of each handle one of its own in staging, where there is a codec.
-    """
+    """Moves parts between staging and a file, for the lanes."""
 
     def __init__(self, integrity: Integrity, codec: Codec | None = None) -> None:
         self.integrity = integrity
         self.codec = codec
+        # For the lane of each handle one of its own in staging, where there is a codec.
         self.buffers: dict[IoHandle, torch.Tensor] = {}
 
     def write(self, handle: IoHandle, staged: torch.Tensor, offset: int, item_bytes: int) -> tuple[Piece, ...]:

@@ -64,16 +64,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
 
     Args:
         files: one swap file per directory; closed with the store.
-        backend: moves bytes between staging and the files.
         ring: staging; closed with the store.
-        lanes: threads per file.
-        integrity: checksum mode.
         codec: compresses in the lanes, for each of which the ring has a buffer.
-
-    Attributes:
-        part_bytes: the length of all parts of a storage but the last.
-        closed: for good.
-        is_open: it has staging, handles and lanes; see [Note: Open].
     """
 
     def __init__(
@@ -89,11 +81,12 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         paths = [SwapPath(file, lanes.write, lanes.read) for file in files]
         super().__init__(paths, ring, PieceIo(checksums, codec))
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
+        # Of all parts of a storage but the last.
         self.part_bytes = max(part_bytes - part_bytes % IO_ALIGNMENT_BYTES, IO_ALIGNMENT_BYTES)
         self._backend = backend
         # Held while handles and threads come or go, which waits for the lanes; the first to be taken of the two locks.
         self._opening = threading.Lock()
-        self.closed = self.is_open = False
+        self.closed = self.is_open = False  # closed for good; open with staging, handles and lanes: see [Note: Open]
         self._quiet_until_s = -math.inf  # about drives that do not answer
         try:
             for path in paths:

@@ -63,25 +63,16 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 class LaneGroup:
-    """The lanes of one kind, and their tasks in order of priority, then of arrival.
-
-    Args:
-        path: whose file they write or read; told where one fails.
-        count: of lanes.
-
-    Attributes:
-        handles: one for each lane, used by its thread.
-        error: the reason why a lane has ended before its time; see [Note: A lane that fails].
-    """
+    """The lanes of one kind, and their tasks in order of priority, then of arrival."""
 
     def __init__(self, path: SwapPath, count: int) -> None:
-        self._path = path
-        self._count = count
-        self.error: BaseException | None = None
+        self._path = path  # whose file they write or read; told where one fails
+        self._count = count  # of lanes
+        self.error: BaseException | None = None  # why a lane has ended before its time; see [Note: A lane that fails]
         self._forget()
 
     def _forget(self) -> None:
-        self.handles: list[IoHandle] = []
+        self.handles: list[IoHandle] = []  # one for each lane, used by its thread
         self._threads: list[threading.Thread] = []
         # Queues that are written in C: a signal handler's exception leaves no lock of theirs taken.
         self._tasks: Queues = [queue.SimpleQueue(), queue.SimpleQueue()]
@@ -148,13 +139,10 @@ class SwapPath:
     Changed only under the store's lock, except the queues, which have their own, and the file, which nobody touches
     under the store's: a drive may hang in any call. :meth:`grow` may mark the path as full without it, and nobody else
     uses a path that is opened or given back.
-
-    Args:
-        file: its swap file; closed by the store.
     """
 
     def __init__(self, file: SwapFile, write_lanes: int, read_lanes: int) -> None:
-        self.file = file
+        self.file = file  # closed by the store
         self.extents = SpanAllocator(0)
         self.writes = LaneGroup(self, write_lanes)
         self.reads = LaneGroup(self, read_lanes)
@@ -240,17 +228,13 @@ class SwapPath:
 class SwapFile:
     """An anonymous file in a directory.
 
-    Args:
-        directory: where it lives.
-        limit_bytes: the size it never passes.
-
     Raises:
         PathError: the file cannot be made there.
     """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory = directory
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes  # the size it never passes
         self.size_bytes = self.largest_bytes = 0  # now, and at most so far
         self._use = threading.Lock()  # held for each call, or closing would give the number to another file under it
         self.fd = -1

@@ -61,14 +61,6 @@ class Part(StateMachine):
     READING say so, and meanwhile nobody else frees it, or the drive would move the bytes of another ticket. A release
     in these states only abandons the part, and the lane frees it at the end. Whether prefetching has come to a part
     is known to ``ReadAhead`` alone.
-
-    Attributes:
-        start: offset of its bytes in the storage.
-        pieces: the places in the file of what is stored, once it is written.
-        copy: into the slot; with ``uses``, events of copies from there: the slot is free after both.
-        arrival: the copy into its place on the device, which may be under way.
-        host: memory outside of staging, of a read for which there was no slot.
-        error: the reason why its bytes are lost, whatever its state is.
     """
 
     __slots__ = (
@@ -89,18 +81,18 @@ class Part(StateMachine):
     }
 
     def __init__(self, start: int, nbytes: int, path: SwapPath, extent: Span, slot: Span) -> None:
-        self.start = start
+        self.start = start  # offset of its bytes in the storage
         self.nbytes = nbytes
         self.path = path
         self.extent = extent
         self.slot: Span | None = slot
         self.state = PartState.QUEUED
-        self.pieces: tuple[Piece, ...] = ()
-        self.copy: PendingCopy | None = None
-        self.uses: list[Event] = []
-        self.arrival: Arrival | None = None
-        self.host: torch.Tensor | None = None
-        self.error: StorageError | None = None
+        self.pieces: tuple[Piece, ...] = ()  # the places in the file of what is stored, once it is written
+        self.copy: PendingCopy | None = None  # into the slot, which is free after it and the uses
+        self.uses: list[Event] = []  # events of copies from the slot
+        self.arrival: Arrival | None = None  # the copy into its place on the device, which may be under way
+        self.host: torch.Tensor | None = None  # memory outside of staging, of a read for which there was no slot
+        self.error: StorageError | None = None  # the reason why its bytes are lost, whatever its state is
 
     @property
     def stored_bytes(self) -> int:
@@ -114,24 +106,18 @@ class Part(StateMachine):
 
 
 class SwapTicket(Ticket):
-    """One storage, as its parts.
-
-    Attributes:
-        parts: the parts, in the order of their bytes.
-        destination: device memory for the whole storage, from when it is wanted until it is handed over.
-        item_bytes: length of an element.
-        is_taken: all of its parts found room, so that it counts as offloaded.
-    """
+    """One storage, as its parts."""
 
     __slots__ = ("destination", "device", "is_taken", "item_bytes", "parts")
 
     def __init__(self, nbytes: int, store: Store[SwapTicket], device: torch.device, item_bytes: int) -> None:
         super().__init__(nbytes, store)
         self.device = device
-        self.item_bytes = item_bytes
-        self.parts: list[Part] = []
+        self.item_bytes = item_bytes  # length of an element
+        self.parts: list[Part] = []  # in the order of their bytes
+        # Device memory for the whole storage, from when it is wanted until it is handed over.
         self.destination: Destination | None = None
-        self.is_taken = False
+        self.is_taken = False  # all of its parts found room, so that it counts as offloaded
 
     def place_of(self, part: Part) -> Destination | None:
         """Return the place of a part in the destination, where there is one."""
@@ -152,13 +138,11 @@ class ReadAhead:
 
     Most are read. Of those that were still to be written when prefetching came the bytes stay in memory when the write
     ends, and from then on count as if they were read.
-
-    Args:
-        capacity_bytes: bytes of staging, which bound all of it. Bytes that were read ahead on an asynchronous device
-            wait in device memory, and count until backward takes them.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
+        # Bytes of staging, which bound all of it. Bytes that were read ahead on an asynchronous device wait in device
+        # memory, and count until backward takes them.
         self._capacity_bytes = capacity_bytes
         self.prefetched_bytes = 0
         self.unwritten_bytes = 0
@@ -205,28 +189,22 @@ class SwapSpace:
     """The half of a store in which nobody waits for another: what becomes of parts, and the tasks of its lanes.
 
     All methods are called under the lock, except for the tasks, which lanes run without it, and what these do to files.
-
-    Attributes:
-        lock: guards the parts, slots and extents, the tickets included. Held for bookkeeping and for work that is only
-            queued on a device, never for I/O nor for another call of a drive: the lanes need it at both ends of a
-            transfer.
-        changed: notified whenever a part moves on, or a slot or write ends.
-        paths, ring: the swap files and staging, in which parts have their extents and slots.
-        io: moves the bytes of parts, and tells by their checksums whether they are the right ones.
-        read_ahead: the parts that prefetching has come to.
-        writes: the parts whose writes are under way or to come; whoever waits for a slot may count on them. Without a
-            ``copy`` a put is copying its bytes into staging.
     """
 
     def __init__(self, paths: list[SwapPath], ring: StagingRing, io: PieceIo) -> None:
         self.stats = StoreStats()
+        # Guards the parts, slots and extents, the tickets included. Held for bookkeeping and for work that is only
+        # queued on a device, never for I/O nor for another call of a drive: the lanes need it at both ends of a
+        # transfer.
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
-        self.paths = paths
-        self.ring = ring
+        self.changed = threading.Condition(self.lock)  # notified whenever a part moves on, or a slot or write ends
+        self.paths = paths  # of the swap files, in which parts have their extents
+        self.ring = ring  # staging, in which parts have their slots
         self.copies = Copies(ring.accelerator)
-        self.io = io
+        self.io = io  # moves the bytes of parts, and tells by their checksums whether they are the right ones
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
+        # The parts whose writes are under way or to come; whoever waits for a slot may count on them. Without a
+        # ``copy`` a put is copying its bytes into staging.
         self.writes: set[Part] = set()
 
     @property

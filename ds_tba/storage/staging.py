@@ -107,27 +107,20 @@ class StagingRing:
 
     Only an urgent read without room takes memory beside it.
 
-    Args:
-        backend: allocates it in huge pages or on the device, where it is not pinned by the accelerator.
-        lanes: how many need a buffer of their own, which are at the end of this memory and in no slot.
-
     Raises:
         ConfigError: pinned memory begins in the middle of a page.
-
-    Attributes:
-        accelerator: as given.
-        buffers: of the lanes, for :meth:`view`.
-        slots: changed under the store's lock.
     """
 
     def __init__(self, accelerator: Accelerator, backend: IoBackend, staging_bytes: int, lanes: int = 0) -> None:
         self.accelerator = accelerator
+        # Allocates the memory in huge pages or on the device, where it is not pinned by the accelerator.
         self._backend = backend
         self._on_device = backend.stages_on_device
         self._is_pinned = not (accelerator.is_synchronous or self._on_device)
         buffer_bytes = lane_buffer_bytes(staging_bytes, lanes)
-        self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes)
+        self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes)  # changed under the store's lock
         first = self.slots.capacity_bytes
+        # Of the lanes that need one of their own, for :meth:`view`: they are at the end of this memory and in no slot.
         self.buffers = [Span(first + number * buffer_bytes, buffer_bytes) for number in range(lanes)]
         self._memory: torch.Tensor | None = None
         if self._is_pinned and accelerator.pinned(PAGE_BYTES).data_ptr() % PAGE_BYTES:

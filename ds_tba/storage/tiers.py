@@ -47,17 +47,6 @@ NAMED = "named in io.backend"
 class Tiers:
     """NVMe and host memory, as far as the config wants them.
 
-    Args:
-        aio_config: DeepSpeed's ``"aio"`` block.
-        zero_paths: directories of ZeRO's own offload to NVMe.
-        ranks_on_node: ranks that share this machine's directories.
-
-    Attributes:
-        nvme: the store of swap files; None where nothing goes there.
-        host: the store in host memory; None likewise.
-        by_placement: where the cache puts things, in order of preference.
-        selection: the backend, and why; None without swap files.
-
     Raises:
         PathError, ConfigError, BackendUnavailableError: a tier cannot be opened; names the repair. Nothing is left
             open.
@@ -73,14 +62,14 @@ class Tiers:
         ranks_on_node: int,
     ) -> None:
         self._config = config
-        self._ranks_on_node = ranks_on_node
+        self._ranks_on_node = ranks_on_node  # that share this machine's directories
         self._accelerator = accelerator
-        self._zero_paths = zero_paths
-        self.selection: Selection | None = None
+        self._zero_paths = zero_paths  # directories of ZeRO's own offload to NVMe
+        self.selection: Selection | None = None  # the backend, and why; None without swap files
         self.directories: list[SwapDirectory] = []
-        self.nvme: NvmeStore | None = None
-        self.host: HostStore | None = None
-        self.by_placement: dict[Placement, AnyStore] = {}
+        self.nvme: NvmeStore | None = None  # None where nothing goes there
+        self.host: HostStore | None = None  # None likewise
+        self.by_placement: dict[Placement, AnyStore] = {}  # where the cache puts things, in order of preference
         uses_host = config.host_budget_bytes != 0 and config.placement != "keep"
         self._host_is_first = uses_host and config.placement != "nvme"
         host_bytes, reserve_bytes = _host_limits(config.host_budget_bytes, ranks_on_node) if uses_host else (0, 0)

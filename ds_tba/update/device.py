@@ -32,20 +32,15 @@ class DevicePipeline:
     On a synchronous accelerator a job is done when :meth:`submit` returns. Only one thread at a time may call it.
 
     Args:
-        accelerator: the training device's accelerator.
-        device: the device on which the slots are.
         chunk_elements: most elements of a job.
         buffer_bytes: bytes for slots; one slot is made even where it is larger. Where memory runs out, later steps make
             no more slots than there was memory for.
-
-    Attributes:
-        uploaded_bytes, written_back_bytes: bytes copied to the device and to the host so far.
     """
 
     def __init__(self, accelerator: Accelerator, device: torch.device, chunk_elements: int, buffer_bytes: int) -> None:
-        self.uploaded_bytes = self.written_back_bytes = 0
+        self.uploaded_bytes = self.written_back_bytes = 0  # copied to the device and to the host so far
         self._accelerator = accelerator
-        self._device = device
+        self._device = device  # of the slots
         array_bytes = BYTES_PER_ELEMENT * chunk_elements
         self._slots = max(1, buffer_bytes // (ARRAYS_PER_CHUNK * array_bytes))
         self._array_bytes = array_bytes

@@ -47,22 +47,16 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """The numbers of one step, all of them exact in fp32, as Python's floats.
-
-    Attributes:
-        step_size: -lr / (1 - beta1^t), which is negative.
-        root_scale: 1 / sqrt(1 - beta2^t).
-        decay: -lr x weight decay for AdamW, the weight decay for Adam; None where there is none.
-    """
+    """The numbers of one step, all of them exact in fp32, as Python's floats."""
 
     beta1: float
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
     eps: float
-    step_size: float
-    root_scale: float
-    decay: float | None
+    step_size: float  # -lr / (1 - beta1^t), which is negative
+    root_scale: float  # 1 / sqrt(1 - beta2^t)
+    decay: float | None  # -lr x weight decay for AdamW, the weight decay for Adam; None where there is none
     adamw: bool
 
 
@@ -71,12 +65,10 @@ class Powers:
 
     A step after the one before, with the same betas, multiplies the powers; any other step computes them anew, which
     rounds in another way. There is one of these for each C++ object, and each call here stands for one ``adam_update``.
-
-    Args:
-        beta1, beta2: the optimizer's defaults, with which its C++ object was created.
     """
 
     def __init__(self, beta1: float, beta2: float) -> None:
+        # At first the optimizer's defaults, with which its C++ object was created.
         self._betas = (np.float32(beta1), np.float32(beta2))
         self._powers = (np.float32(1), np.float32(1))
         self._step = 0
@@ -136,11 +128,8 @@ def update_(
     CPUAdam rounds the elements that are left over in another way.
 
     Args:
-        master: fp32 parameters.
-        exp_avg, exp_avg_sq: first and second moment.
         gradient: read only.
         scratch: overwritten.
-        scalars: numbers of this step.
     """
     whole, elements = (master, exp_avg, exp_avg_sq, gradient, scratch), master.numel()
     piece_elements = _PIECE_ELEMENTS if master.device.type == "cpu" else max(elements, 1)
@@ -185,7 +174,6 @@ def is_exact(op: Any, device: torch.device, *, adamw: bool) -> bool:
 
     Args:
         op: DeepSpeed's ``cpu_adam``. A C++ object of its own is created in it, and destroyed.
-        device: the device that would run the update.
         adamw: True if the weight decay is AdamW's; else it is added to the gradient.
     """
     generator = torch.Generator("cpu").manual_seed(0)

@@ -29,24 +29,18 @@ Upload = Callable[[torch.Tensor, torch.Tensor], Event]
 
 @dataclass(slots=True)
 class SubGroup:
-    """The tensors and numbers of one sub-group of ZeRO-3 in the step that is being taken.
+    """The tensors and numbers of one sub-group of ZeRO-3 in the step that is being taken."""
 
-    Attributes:
-        master, exp_avg, exp_avg_sq, gradient: host tensors; fp32, 1-D, equally long.
-        target: parameters in the model's dtype, 1-D; None where DeepSpeed itself writes them, to NVMe.
-        hyper: hyperparameters of the sub-group's parameter group.
-        step: number of the step, from 1.
-        factor: factor of the gradient before the update, for unscaling and clipping.
-    """
-
+    # The first four are host tensors: fp32, 1-D, equally long.
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     gradient: torch.Tensor
+    # Parameters in the model's dtype, 1-D; None where DeepSpeed itself writes them, to NVMe.
     target: torch.Tensor | None
-    hyper: Hyper
-    step: int
-    factor: float
+    hyper: Hyper  # of the sub-group's parameter group
+    step: int  # its number, from 1
+    factor: float  # of the gradient before the update, for unscaling and clipping
 
     @property
     def elements(self) -> int:
@@ -99,13 +93,10 @@ class WriteBack:
 
 
 class HostUpdate:
-    """Updates parts of sub-groups on the host; without ``write_back`` it writes the model's parameters directly.
-
-    Args:
-        op, opt_id: the ``ds_opt_adam``, a compiled module, and the ``opt_id`` of a ``DeepSpeedCPUAdam``.
-    """
+    """Updates parts of sub-groups on the host; without ``write_back`` it writes the model's parameters directly."""
 
     def __init__(self, op: Any, opt_id: int, write_back: WriteBack | None) -> None:
+        # The ``ds_opt_adam``, a compiled module, and the ``opt_id`` of a ``DeepSpeedCPUAdam``.
         self._op, self._opt_id = op, opt_id
         self._write_back = write_back
 

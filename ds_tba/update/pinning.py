@@ -22,19 +22,11 @@ from ds_tba.device.accelerator import PAGE_BYTES, keep_from_children, show_to_ch
 
 
 class Registry:
-    """The host memory that one run has pinned: whole pages, which forked children do not have.
-
-    Args:
-        driver: the driver that pins.
-        limit_bytes: limit of ``pinned_bytes``; None sets none.
-
-    Attributes:
-        pinned_bytes: bytes that are pinned now.
-    """
+    """The host memory that one run has pinned: whole pages, which forked children do not have."""
 
     def __init__(self, driver: CudaDriver, limit_bytes: int | None) -> None:
         self._driver = driver
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes  # of ``pinned_bytes``; None sets none
         # Whole pages by the address of their storage. The views hold it: pinned memory must not be freed.
         self._pages: dict[int, torch.Tensor] = {}
         self._refused: dict[int, int] = {}  # bytes by address: a driver that refuses takes its time for it

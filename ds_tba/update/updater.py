@@ -75,7 +75,6 @@ class Split:
     host takes the chunks that may not go to the device, in their place: the host always goes forward.
 
     Args:
-        chunks: chunks in the order of the sub-groups.
         device_share: fraction of all elements for the device, rounded to whole chunks; None lets them meet.
         barred: sub-groups whose chunks may not go to the device.
     """
@@ -83,7 +82,7 @@ class Split:
     def __init__(
         self, chunks: Sequence[Chunk], device_share: float | None, barred: frozenset[int] = frozenset()
     ) -> None:
-        self._chunks = chunks
+        self._chunks = chunks  # in the order of the sub-groups
         possible = [number for number in reversed(range(len(chunks))) if chunks[number].sub_group not in barred]
         self._for_device, self._not_for_host = deque(possible), set[int]()
         if device_share is not None:
@@ -184,28 +183,18 @@ class UpdateReport:
 
 @dataclass(eq=False)
 class Updater:
-    """Runs the updates of one optimizer, and counts them.
+    """Runs the updates of one optimizer, and counts them."""
 
-    Attributes:
-        config: the block; its ``device_share`` is 0 where the device's bits are not CPUAdam's.
-        accelerator: the training device.
-        host, pipeline: the two sides.
-        powers: mirror of CPUAdam's hidden state.
-        registry: pins the host tensors that the device copies; None where the device needs no pins.
-        target_on_device: True if the model's parameters are on the device.
-        counts: the counts so far; :meth:`report` derives the others.
-        file: file for the report.
-    """
-
-    config: UpdateConfig
+    config: UpdateConfig  # its ``device_share`` is 0 where the device's bits are not CPUAdam's
     accelerator: Accelerator
     host: HostUpdate
     pipeline: DevicePipeline
-    powers: Powers
+    powers: Powers  # mirror of CPUAdam's hidden state
+    # Pins the host tensors that the device copies; None where the device needs no pins.
     registry: Registry | None = None
-    target_on_device: bool = True
-    counts: UpdateReport = field(default_factory=UpdateReport)
-    file: ReportFile | None = None
+    target_on_device: bool = True  # the model's parameters are on the device
+    counts: UpdateReport = field(default_factory=UpdateReport)  # so far; :meth:`report` derives the others
+    file: ReportFile | None = None  # for the report
 
     def update(self, sub_groups: Sequence[SubGroup]) -> None:
         """Update all sub-groups, in their order; return when every byte is in its place."""

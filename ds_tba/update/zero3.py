@@ -114,16 +114,6 @@ def _is_upstream(method: object) -> bool:
 class InterleavedUpdate:
     """The updates of one ZeRO-3 optimizer, on host and device at once.
 
-    Args:
-        config: the block.
-        accelerator: the training device.
-        zero: the engine's ``optimizer``, a ``DeepSpeedZeroOptimizer_Stage3``.
-        rank: rank of this process, for the report.
-
-    Attributes:
-        highest_of_ranks: a collective of all ranks, in host memory, that returns the highest number that any of them
-            has; called once in each step that updates. See [Note: Interrupted updates].
-
     Raises:
         ConfigError: the report cannot be written where the config says.
         IncompatibleError: the optimizer is one whose update cannot be taken over.
@@ -133,9 +123,11 @@ class InterleavedUpdate:
 
     def __init__(self, config: UpdateConfig, accelerator: Accelerator, zero: Any, *, rank: int = 0) -> None:
         refuse_unsupported(zero)
-        self._zero, self._pid = zero, os.getpid()
+        self._zero, self._pid = zero, os.getpid()  # the engine's ``optimizer``, a ``DeepSpeedZeroOptimizer_Stage3``
         self._factors: list[float] = []
         self._is_ours = self._is_in_loop = self._is_closed = False
+        # A collective of all ranks, in host memory, that returns the highest number that any of them has; called once
+        # in each step that updates. See [Note: Interrupted updates].
         self.highest_of_ranks: Callable[[int], int] = lambda number: number  # until others are told of
         self._updater = _updater_of(config, accelerator, zero, rank)
         self._overrides = {

@@ -133,14 +133,6 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Bytes count as an allocator counts them; see [Note: The roofline] for the time. On the meta device it answers
     ``any()`` with false and all other questions for a truth with true, so that masks do not stop a model.
-
-    Args:
-        saved: level of the saved tensors, which are not temporary: inputs, buffers, logits and gradients are left.
-
-    Attributes:
-        now_s: seconds of all operations so far.
-        now_bytes, largest_bytes: of all storages now, and of the largest so far.
-        last_operation: name of the last one, which may have failed.
     """
 
     observes_only = True  # for ``is_under_a_mode``: activations go where they go without it
@@ -149,13 +141,15 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, flops_per_s: float, memory_bytes_per_s: float, launch_s: float = 0.0, saved: Gauge | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # Seconds of all operations so far, and the name of the last one, which may have failed.
         self.now_s, self.last_operation = 0.0, ""
-        self.now_bytes = self.largest_bytes = 0
+        self.now_bytes = self.largest_bytes = 0  # of all storages now, and of the largest so far
         self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
         self._seen: dict[int, object] = {}
         # Each operation that takes time adds its seconds, the time of its end, and the bytes then beside saved tensors.
         self._samples: list[tuple[float, float, int]] = []
         self._flops_per_s, self._memory_bytes_per_s, self._launch_s = flops_per_s, memory_bytes_per_s, launch_s
+        # Level of the saved tensors, which are not temporary: inputs, buffers, logits and gradients are left.
         self._saved = Gauge() if saved is None else saved
 
     def ignore(self, storages: Iterable[torch.UntypedStorage]) -> None:

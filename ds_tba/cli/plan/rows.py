@@ -51,29 +51,19 @@ HOST_AIR = 1.1  # of host_budget_bytes: segments of memory are not filled to the
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A setting.
-
-    Attributes:
-        cost, need_bytes: of a step, and of the device in all; see [Note: Need].
-        verdict: ``fits``, ``tight``, ``does not fit`` or ``lacks host memory``; empty where the device's memory is not
-            known.
-        filled: how full it has the device, or host memory where activations go there; above 1 it does not fit well.
-        written_bytes_per_day, life_days: wear of the drives, with ZeRO's own writes; no life where nothing is written.
-        merged, advice: what to merge into ``ds_config.json``, and what else to do.
-        host_bytes, swap_bytes: of host memory and of the drives, for activations and by ZeRO's own offload.
-    """
+    """A setting."""
 
     name: str
-    cost: Prediction
-    need_bytes: int
-    verdict: str
-    filled: float
-    written_bytes_per_day: float
-    life_days: float | None
-    merged: DsConfig
-    advice: str
-    host_bytes: int
-    swap_bytes: int
+    cost: Prediction  # of a step
+    need_bytes: int  # of the device in all; see [Note: Need]
+    verdict: str  # "fits", "tight", "does not fit" or "lacks host memory"; empty where the device's memory is not known
+    filled: float  # how full it has the device, or host memory where activations go there; above 1 it does not fit well
+    written_bytes_per_day: float  # to the drives, with ZeRO's own writes
+    life_days: float | None  # of the drives; None where nothing is written
+    merged: DsConfig  # what to merge into ``ds_config.json``
+    advice: str  # what else to do
+    host_bytes: int  # of host memory, for activations and by ZeRO's own offload
+    swap_bytes: int  # of the drives, likewise
 
     @property
     def spares_drives(self) -> bool:
@@ -94,20 +84,14 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """The training, the device and the drives of some rows.
-
-    Attributes:
-        tbw: terabytes that this rank's part of the drives is rated for.
-        sharers: GPUs of a node, which share its drives and memory.
-        host_memory_bytes: that are free for them together.
-    """
+    """The training, the device and the drives of some rows."""
 
     run: DryRun
     training: Training
     device: Device
-    tbw: float
-    sharers: int = 1
-    host_memory_bytes: float = math.inf
+    tbw: float  # terabytes that this rank's part of the drives is rated for
+    sharers: int = 1  # GPUs of a node, which share its drives and memory
+    host_memory_bytes: float = math.inf  # free for all sharers together
 
     @cached_property
     def account(self) -> Account:

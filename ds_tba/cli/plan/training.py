@@ -52,25 +52,17 @@ def brief(begin_s: float, end_s: float, nbytes: int) -> StorageTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """The result of one micro-step.
-
-    Attributes:
-        temporary: tensors beside saved ones, as storages that nobody saves; see :func:`brief`.
-        parameters, parameter_bytes, trained, trained_bytes: of all parameters, and of those that have gradients.
-        largest_bytes: of one storage in forward.
-        largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
-        notes: limitations of this result, for the reader.
-    """
+    """The result of one micro-step."""
 
     trace: Trace
-    temporary: tuple[StorageTrace, ...]
-    parameters: int
+    temporary: tuple[StorageTrace, ...]  # tensors beside saved ones, as storages that nobody saves; see :func:`brief`
+    parameters: int  # all of them
     parameter_bytes: int
-    trained: int
+    trained: int  # those that have gradients
     trained_bytes: int
-    largest_bytes: int = 0
-    largest_module: int = 0
-    notes: tuple[str, ...] = ()
+    largest_bytes: int = 0  # of one storage in forward
+    largest_module: int = 0  # parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once
+    notes: tuple[str, ...] = ()  # limitations of this result, for the reader
 
     @property
     def saved_bytes(self) -> int:
@@ -149,21 +141,13 @@ def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How the model will be trained.
+    """How the model will be trained."""
 
-    Attributes:
-        config: the whole ``ds_config.json``.
-        offload: the block, or its defaults where there is none.
-        dtype: of parameters; None where they stay as the model has them.
-        ranks: that ZeRO divides among.
-        notes: assumptions, for the reader.
-    """
-
-    config: Mapping[str, Any]
-    offload: OffloadConfig
-    dtype: torch.dtype | None = None
-    ranks: int = 1
-    notes: tuple[str, ...] = ()
+    config: Mapping[str, Any]  # the whole ``ds_config.json``
+    offload: OffloadConfig  # the block, or its defaults where there is none
+    dtype: torch.dtype | None = None  # of parameters; None where they stay as the model has them
+    ranks: int = 1  # that ZeRO divides among
+    notes: tuple[str, ...] = ()  # assumptions, for the reader
 
     def at(self, path: str) -> Any:
         """Return the value at keys with dots between them; None where there is none."""
@@ -231,22 +215,14 @@ def read_training(path: Path | None) -> Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """The bytes that one rank holds beside activations, and what ZeRO's own offloads move in a step.
+    """The bytes that one rank holds beside activations, and what ZeRO's own offloads move in a step."""
 
-    Attributes:
-        held: on the device.
-        host_bytes, swap_bytes: off it, in host memory and on drives.
-        link_bytes: over the link to the host, in the busier direction.
-        written_bytes: to drives.
-        update_s: seconds of the optimizer's step.
-    """
-
-    held: ModelMemory
-    host_bytes: int
-    swap_bytes: int
-    link_bytes: int
-    written_bytes: int
-    update_s: float
+    held: ModelMemory  # on the device
+    host_bytes: int  # off the device, in host memory
+    swap_bytes: int  # off the device, on drives
+    link_bytes: int  # over the link to the host, in the busier direction
+    written_bytes: int  # to drives
+    update_s: float  # of the optimizer's step
 
 
 def account_of(training: Training, run: DryRun, device: Device) -> Account:

@@ -43,10 +43,6 @@ _COMPLETED = 1  # what the op returns for one request; -1 where it did not begin
 class AioBackend(IoBackend):
     """DeepSpeed's aio thread pool.
 
-    Args:
-        config: DeepSpeed's ``"aio"`` block.
-        lanes: whose handles are made at once.
-
     Raises:
         BackendUnavailableError: the op cannot be built or loaded here, or the kernel has too few requests.
     """
@@ -58,7 +54,7 @@ class AioBackend(IoBackend):
         self._op = _load_op()
         before = _contexts()
         self._owner = self._new_handle()  # of locked memory
-        self._spare = [self._new_handle() for _ in range(lanes)]
+        self._spare = [self._new_handle() for _ in range(lanes)]  # of the lanes, made at once
         made, wanted = _contexts() - before, (1 + lanes) * 2  # of a handle itself, and of its thread
         if made < wanted:
             raise BackendUnavailableError(

@@ -56,9 +56,6 @@ class KvikioBackend(IoBackend):
         device: the training device, such as ``"cuda"``.
         direct: ``"gds"``: refuse to go through host memory.
 
-    Attributes:
-        remark: how it runs here, for the start-up line.
-
     Raises:
         BackendUnavailableError: no driver, no kvikio, or one that is too old; or not ``direct``, with the reason.
     """
@@ -81,6 +78,7 @@ class KvikioBackend(IoBackend):
                 f"{_INSTEAD}."
             )
         self.stages_on_device = why_not is None
+        # How it runs here, for the start-up line.
         self.remark = (
             "GPUDirect Storage, from device memory straight to the file"
             if why_not is None
