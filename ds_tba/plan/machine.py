@@ -52,7 +52,8 @@ def measure_copies(
         copied_out_s = clock()
         accelerator.copy(staged, accelerator.allocate(nbytes, device))  # new memory, as for what comes back
         stream.synchronize()
-        out_s, in_s = min(out_s, copied_out_s - began_s), min(in_s, clock() - copied_out_s)
+        in_s = min(in_s, clock() - copied_out_s)
+        out_s = min(out_s, copied_out_s - began_s)
     return nbytes / out_s, nbytes / in_s
 
 

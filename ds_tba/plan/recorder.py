@@ -375,7 +375,8 @@ class Recording:
             del self._done[self._before_step :]
         elif self._backward_ended is not None:
             self._optimizer_steps.append((self._backward_ended, ended))
-        self._before_step, self._backward_ended = len(self._done), None
+        self._before_step = len(self._done)
+        self._backward_ended = None
 
     def trace(self, resources: Resources, micro_steps: int) -> Trace | None:
         """Return the trace of the recording that counts, if there is any; the host waits for the device."""

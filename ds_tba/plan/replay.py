@@ -227,7 +227,8 @@ class Replay:
 
     def _pack(self, storage: int, at_s: float) -> None:
         resources, padded = self._resources, self._padded[storage]
-        on_drive, staged_bytes = self._place[storage] == NVME, min(padded, resources.staging_bytes)
+        on_drive = self._place[storage] == NVME
+        staged_bytes = min(padded, resources.staging_bytes)
         now_s = asked_s = at_s + self._shift_s
         if on_drive:
             self._settle(now_s)
@@ -393,13 +394,15 @@ class Replay:
 
     def _peak_device_bytes(self, packed_s: Floats, freed_s: Floats) -> int:
         """Return the most device bytes that storages hold at once; what begins when another ends counts with it."""
-        timeline, exists, dropped, nbytes = self._timeline, self.exists, self.dropped, self._timeline.nbytes
-        left_s, gone = self._on_clock(timeline.left_s, "right"), self.assignment.placements != KEEP
+        exists, dropped = self.exists, self.dropped
+        nbytes = self._timeline.nbytes
+        left_s = self._on_clock(self._timeline.left_s, "right")
+        gone = self.assignment.placements != KEEP
         # A copy under way holds the bytes, also when forward has long released them.
         end_s = np.where(gone, np.maximum(self._copied_s, left_s), np.where(dropped, left_s, freed_s))
         again = exists & ((gone & self.used) | dropped)  # a loss that is kept with its graph never comes back
         back_s, from_s = np.array(self._back_s[: len(nbytes)]), np.array([*self._back_s[len(nbytes) :], 0.0])
-        back_s = np.where(dropped, from_s[timeline.owner], back_s)
+        back_s = np.where(dropped, from_s[self._timeline.owner], back_s)
         return _peak(
             np.concatenate([packed_s[exists], back_s[again]]),
             np.concatenate([end_s[exists], freed_s[again]]),

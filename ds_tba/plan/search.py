@@ -92,7 +92,8 @@ class _Search:
     def best(self) -> Replay:
         """Return the best; one that writes less for about the same time is better."""
         timeline = self._timeline
-        seconds, blocks = self._mean(timeline.rematerialize_s), self._blocks()  # not a number: cannot be rematerialized
+        blocks = self._blocks()
+        seconds = self._mean(timeline.rematerialize_s)  # not a number: cannot be rematerialized
         made = np.flatnonzero(~np.isnan(seconds) & self._limits.rematerialize)
         made = _cheapest(made, seconds / (self._nbytes * self._idle_s))
         most = self._grow(made, lambda some: self._again(some, blocks[:0]))
