@@ -32,20 +32,13 @@ PLAN = "`ds_tba plan`"
 
 
 class Name(NamedTuple):
-    """A private name.
+    """A private name."""
 
-    Attributes:
-        spelling: as the package has it: a path, or with a dot the attribute of an object, or its beginning.
-        lost: without it.
-        where: it lives, where that is not the spelling; for an attribute that an object gets later on, the module
-            whose source gives it to it.
-        since: the first PyTorch that has it, if that is newer than the oldest that is supported.
-    """
-
-    spelling: str
-    lost: str
+    spelling: str  # as the package has it: a path, or with a dot the attribute of an object, or its beginning
+    lost: str  # without it
+    # It lives, if that is not the spelling; or the module whose source gives an object that attribute later on.
     where: str = ""
-    since: str = ""
+    since: str = ""  # the first PyTorch that has it, if that is newer than the oldest that is supported
 
 
 ZERO_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"

@@ -64,28 +64,20 @@ def config_of(stage: int, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Way:
-    """A program with its arguments: a row for each stage of ZeRO.
+    """A program with its arguments: a row for each stage of ZeRO."""
 
-    Attributes:
-        name: of the row, with ``{}`` for the stage, or without it at its end.
-        decides: the stage whose row does.
-        config: of DeepSpeed, for a stage.
-        blocks: by the stage, where ``block`` is none.
-        says: what the row says; it may check more.
-    """
-
-    name: str
+    name: str  # of the row, with ``{}`` for the stage, or without it at its end
     program: Program
     arguments: dict[str, Any] = field(default_factory=dict)
     stages: Sequence[int] = (2, 3)
     _: KW_ONLY
-    decides: int | None = None
+    decides: int | None = None  # the stage whose row does
     ranks: int = 1
-    config: Callable[[int], dict[str, Any]] = config_of
+    config: Callable[[int], dict[str, Any]] = config_of  # of DeepSpeed, for a stage
     block: dict[str, Any] | None = None
-    blocks: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    blocks: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # by the stage, where ``block`` is none
     must_move: bool = True
-    says: Callable[[Compared], str] = str
+    says: Callable[[Compared], str] = str  # what the row says; it may check more
     marks: Sequence[Any] = ()
 
     def compared(self, stage: int, directory: Path) -> Compared:

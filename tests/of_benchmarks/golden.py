@@ -25,24 +25,16 @@ LETTERS = {"K": Placement.KEEP, "H": Placement.HOST, "N": Placement.NVME, "M": P
 
 
 class Answer(NamedTuple):
-    """One answer of the oracle.
+    """One answer of the oracle."""
 
-    Attributes:
-        trace: digest of the input.
-        step_s, peak_saved_bytes, written_bytes, host_bytes: cost of the plan, or of the replay.
-        is_within: the plan is within its limits; True for a replay.
-        placements, recomputed: places of the storages in runs, such as ``12N 3K``, and of the blocks, ``R`` for a
-            recomputed one; empty for a replay.
-    """
-
-    trace: str
-    step_s: float
+    trace: str  # digest of the input
+    step_s: float  # of the plan, or of the replay, as are the bytes
     peak_saved_bytes: int
     written_bytes: int
     host_bytes: int
-    is_within: bool = True
-    placements: str = ""
-    recomputed: str = ""
+    is_within: bool = True  # the plan is within its limits; True for a replay
+    placements: str = ""  # of the storages in runs, such as ``12N 3K``; empty for a replay
+    recomputed: str = ""  # of the blocks, ``R`` for a recomputed one; empty for a replay
 
     def assignment(self, trace: Trace) -> Assignment:
         """Return the choice of the oracle's plan; see :meth:`check`."""

@@ -54,22 +54,14 @@ def decided(
 
 @dataclass
 class World:
-    """Steps of a machine on which moving costs more than any plan knows, and a planner that moves what it may.
-
-    Attributes:
-        hidden_s: of moving everything.
-        known_s: that moving is known to cost the kernels, in the recording too.
-        unseen_s: by which the recording was longer for moving without anybody's knowledge.
-        noise_s: standard deviation of a step's time.
-        plan: makes one for a share.
-    """
+    """Steps of a machine on which moving costs more than any plan knows, and a planner that moves what it may."""
 
     kept_s: float = KEPT_S
-    hidden_s: float = 0.0
-    known_s: float = 0.0
-    unseen_s: float = 0.0
-    noise_s: float = 0.0
-    plan: Callable[[float], Plan] = plan_of
+    hidden_s: float = 0.0  # of moving everything
+    known_s: float = 0.0  # that moving is known to cost the kernels, in the recording too
+    unseen_s: float = 0.0  # by which the recording was longer for moving without anybody's knowledge
+    noise_s: float = 0.0  # standard deviation of a step's time
+    plan: Callable[[float], Plan] = plan_of  # makes one for a share
     feedback: Feedback = field(default_factory=Feedback)
     rates: tuple[float, float] = RATES
     times_s: list[float] = field(default_factory=list)

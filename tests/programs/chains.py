@@ -140,32 +140,24 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Chain:
-    """A draw.
-
-    Attributes:
-        losses: of two losses, the places of what they sum.
-        mixes: a policy draws stores and rematerialization for each storage.
-        freezes: a row of operands is 0 until the late step.
-        late: the first step with late changes, and for a cheap program the only one.
-        updates: "data" changes parameters without a version, as ZeRO does; "versions" as optimizers do.
-    """
+    """A draw."""
 
     kind: str
     seed: int
     shape: tuple[int, int]
     dtype: torch.dtype
     lines: tuple[Line, ...]
-    losses: tuple[tuple[int, ...], tuple[int, ...]]
+    losses: tuple[tuple[int, ...], tuple[int, ...]]  # of two losses, the places of what they sum
     step: Step
     stores: tuple[str, ...]
     min_bytes: int
     budget_bytes: int | None
-    mixes: bool
+    mixes: bool  # a policy draws stores and rematerialization for each storage
     threads: int
     batches: str  # where they are one buffer, that is refilled behind autograd's back between forwards
-    freezes: bool
-    late: int
-    updates: str
+    freezes: bool  # a row of operands is 0 until the late step
+    late: int  # the first step with late changes, and for a cheap program the only one
+    updates: str  # "data" changes parameters without a version, as ZeRO does; "versions" as optimizers do
     set_to_none: ClassVar[bool] = True
     input_grad: ClassVar[bool] = False
 

@@ -39,19 +39,7 @@ class Chance(random.Random):
 
 
 class State(nn.Module):
-    """Tensors and tables that ops of a chain may use beside the pool.
-
-    Attributes:
-        frozen: a row without a gradient.
-        is_late: whether late changes happen in this step.
-        may_reenter: a reentrant checkpoint works.
-        x: the input of the step.
-        calls: how often hooks and functions of the user were called.
-        carried: what lines have left for their next step, by place.
-        logged: statistics with the tensors that they are of.
-        place: the line under way.
-        kept: what must live to the end of the forward.
-    """
+    """Tensors and tables that ops of a chain may use beside the pool."""
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, frozen: float) -> None:
         super().__init__()
@@ -65,14 +53,15 @@ class State(nn.Module):
         self.square = parameter(width, width, scale=width**-0.5)
         self.zeros, self.ones = nn.Parameter(torch.zeros(self.columns)), nn.Parameter(torch.ones(self.columns))
         self.zero = nn.Parameter(torch.zeros(shape))
+        # A row without a gradient.
         self.frozen = nn.Parameter(torch.full((self.columns,), frozen, dtype=dtype), requires_grad=False)
-        self.is_late = self.may_reenter = False
-        self.x: Any = None
-        self.calls: Counter[str] = Counter()
-        self.carried: dict[int, Tensor] = {}
-        self.logged: list[tuple[Tensor, Tensor]] = []
-        self.place = 0
-        self.kept: list[Any] = []
+        self.is_late = self.may_reenter = False  # late changes happen in this step; a reentrant checkpoint works
+        self.x: Any = None  # the input of the step
+        self.calls: Counter[str] = Counter()  # how often hooks and functions of the user were called
+        self.carried: dict[int, Tensor] = {}  # what lines have left for their next step, by place
+        self.logged: list[tuple[Tensor, Tensor]] = []  # statistics with the tensors that they are of
+        self.place = 0  # the line under way
+        self.kept: list[Any] = []  # what must live to the end of the forward
 
     def linear(self, a: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return a product with the square, where that is as wide as the pool."""

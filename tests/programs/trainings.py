@@ -23,25 +23,15 @@ HOW = {
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """One step of the training.
+    """One step of the training."""
 
-    Attributes:
-        kind: a method of ``running.Training``.
-        rows: of the batch, a multiple of 8.
-        micro_steps: forwards, each with its backward, or that many before one backward.
-        how: which variant of its kind.
-        pick: a number to choose by, where the kind needs one.
-        forwards: rows of each forward of each micro-step, for the kind "lengths"; ``rows`` of each that it keeps.
-        keeps: losses that are kept with their graphs until the next step is through its backwards.
-    """
-
-    kind: str
-    rows: int = 0
-    micro_steps: int = 1
-    how: str = ""
-    pick: int = 0
-    forwards: tuple[tuple[int, ...], ...] = ()
-    keeps: int = 0
+    kind: str  # a method of ``running.Training``
+    rows: int = 0  # of the batch, a multiple of 8
+    micro_steps: int = 1  # forwards, each with its backward, or that many before one backward
+    how: str = ""  # which variant of its kind
+    pick: int = 0  # a number to choose by, where the kind needs one
+    forwards: tuple[tuple[int, ...], ...] = ()  # rows of each forward of each micro-step, for the kind "lengths"
+    keeps: int = 0  # losses of ``rows`` each, kept with their graphs until the next step is through its backwards
 
     def __repr__(self) -> str:
         told = ((one.name, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default)
@@ -50,45 +40,33 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """All that one draw runs; see :func:`draw` for what each may be.
-
-    Attributes:
-        blocks: the names of the parts of each block.
-        batches: "fresh" tensors, or one buffer for each length, refilled past its version counter ("numpy", "data").
-        device: "cpu", or "late" for the asynchronous double.
-        planner: the planner's name where it is not the usual one.
-        budget_part: of the kept peak, as ``activation_budget_bytes``.
-        collector: when garbage is collected: as "usual", "often" or "in lanes" only.
-        surprises: what the control is made to do at random: "looks" at the plan, new "recordings", or nothing of its
-            own, but its "clock" stops, jumps and runs backwards; empty for nothing.
-        lengths: of the layers of a model that is no :class:`parts.Net`; see :class:`parts.Lengths`.
-        budget_bytes: ``activation_budget_bytes``, where it is not a part of the kept peak.
-    """
+    """All that one draw runs; see :func:`draw` for what each may be."""
 
     seed: int
     width: int = 64
     stem: str = "linear"
-    blocks: tuple[tuple[str, ...], ...] = ()
+    blocks: tuple[tuple[str, ...], ...] = ()  # the names of the parts of each block
     steps: tuple[Step, ...] = ()
     optimizer: str = "SGD"
     set_to_none: bool = True
-    batches: str = "fresh"
+    batches: str = "fresh"  # or one buffer for each length, refilled past its version counter ("numpy", "data")
     input_grad: bool = False
-    device: str = "cpu"
+    device: str = "cpu"  # or "late" for the asynchronous double
     placement: str = "adaptive"
     recompute: bool = False
     rematerialize: bool = False
     planner: str = "adaptive"
     max_step_overhead: float = 0.02
-    budget_part: float | None = None
+    budget_part: float | None = None  # of the kept peak, as ``activation_budget_bytes``
     host_bytes: int = 0
     staging_bytes: int = MIB
     lanes: int = 2
     integrity: str = "sampled"
-    collector: str = "usual"
+    collector: str = "usual"  # when garbage is collected: or "often", or "in lanes" only
+    # At random the control "looks" at the plan, makes "recordings", or its "clock" stops, jumps and runs backwards.
     surprises: str = ""
-    lengths: tuple[int, ...] = ()
-    budget_bytes: int | None = None
+    lengths: tuple[int, ...] = ()  # of the layers of a model that is no :class:`parts.Net`; see :class:`parts.Lengths`
+    budget_bytes: int | None = None  # ``activation_budget_bytes``, where it is not a part of the kept peak
     ssd: dict[str, float] = field(default_factory=dict)
 
     def block(self, directory: str, budget_bytes: int | None) -> dict[str, Any]:

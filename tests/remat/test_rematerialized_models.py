@@ -37,17 +37,12 @@ T5: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A class of transformers, its config without the dropout, and the names of that.
-
-    Attributes:
-        dropout: that of attention's probabilities last.
-        tokens: as many to a head's width as the real model is trained with; of decoders without dropout, for which it
-            does not matter, fewer.
-    """
+    """A class of transformers, its config without the dropout, and the names of that."""
 
     kind: str
     settings: dict[str, Any]
-    dropout: tuple[str, ...]
+    dropout: tuple[str, ...]  # that of attention's probabilities last
+    # To a head's width as the real model; of decoders without dropout, for which it does not matter, fewer.
     tokens: int = 256
     is_gated: bool = True
 

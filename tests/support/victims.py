@@ -96,24 +96,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it went.
+    """How it went."""
 
-    Attributes:
-        error: the exception that ended it, or None where every gradient was equal; ``message`` is its text.
-        log: what ds_tba logged, warnings and worse.
-        live_records: saved storages that were still held once the graph was gone.
-        strikes: requests of each call since the faults were set.
-        stderr: what else it wrote, such as DeepSpeed's op.
-    """
-
-    error: str | None
-    message: str
-    log: list[str]
+    error: str | None  # the exception that ended it, or None where every gradient was equal
+    message: str  # the text of the error
+    log: list[str]  # what ds_tba logged, warnings and worse
     start_line: str
     report: dict[str, Any]
-    live_records: int
-    strikes: dict[str, int] = field(default_factory=dict)
-    stderr: str = ""
+    live_records: int  # saved storages that were still held once the graph was gone
+    strikes: dict[str, int] = field(default_factory=dict)  # requests of each call since the faults were set
+    stderr: str = ""  # what else it wrote, such as DeepSpeed's op
 
     @property
     def said(self) -> str:

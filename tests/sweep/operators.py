@@ -44,15 +44,10 @@ Result = list[Tensor] | type[Exception]
 
 @dataclass(frozen=True)
 class Subject:
-    """An operator or a module of the database.
+    """An operator or a module of the database."""
 
-    Attributes:
-        name: in PyTorch's words, with the variant.
-        info: an ``OpInfo`` or a ``ModuleInfo``.
-    """
-
-    name: str
-    info: Any
+    name: str  # in PyTorch's words, with the variant
+    info: Any  # an ``OpInfo`` or a ``ModuleInfo``
     is_module: bool
 
     def dtypes(self) -> list[torch.dtype]:
