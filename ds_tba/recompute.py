@@ -2,7 +2,7 @@
 
 A checkpoint (``torch.utils.checkpoint``, ``use_reentrant=False``) restores PyTorch's random numbers and autocast, and
 cannot see what else a block reads or changes. So a block runs again to its end, and a digest of its output is compared
-with that of its first run as backward ends, before any optimizer steps.
+with that of its first run: on a CPU at once, on a device, which answers late, as the backward ends that runs it again.
 
 [Note: Repeated layers] A repeated layer is a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` with at least
 one sibling of the same class and shape, and with modules inside. The outermost win: the experts of a mixture are part
@@ -117,7 +117,6 @@ class Blocks:
         self.chosen = frozenset(chosen)  # paths of those that run under a checkpoint
         self.cache = cache
         self.open = threading.local()  # with a ``listener``, perhaps None, while a forward of the thread is open
-        self.passes: list[tuple[str, _Digests, _Digests]] = []  # of blocks: what it has returned, and what it did again
         self._places = [_InPlace(self, path, block) for path, block in blocks.items()]
 
     @contextmanager
@@ -132,28 +131,9 @@ class Blocks:
                     places.enter_context(one.placed())
             yield
 
-    def compare(self, path: str, first: _Digests, again: _Digests) -> None:
-        """Compare what a pass has returned with what it returns again, as the backward that runs it again ends."""
-        self.passes.append((path, first, again))
-        if torch._C._current_graph_task_id() != hooks.NO_BACKWARD:  # outside of one, end_backward() compares
-            torch.autograd.Variable._execution_engine.queue_callback(self._read)
-
     def end_backward(self) -> None:
-        """End the recomputations of a backward, and compare what they have returned.
-
-        Raises:
-            RecomputationError: a block returned other bytes when it ran again, and the gradients are wrong.
-        """
+        """End the recomputations of a backward."""
         self.cache.end_recomputations()
-        self._read()
-
-    def _read(self) -> None:
-        passes, self.passes = self.passes, []
-        for path, first, again in passes:
-            if first.keys() != again.keys() or not all(torch.equal(first[form], again[form]) for form in first):
-                raise RecomputationError(
-                    f"the output of the block {path!r} differs when its forward runs again: {_REPAIR}"
-                )
 
 
 class _InPlace:
@@ -210,7 +190,7 @@ class _InPlace:
             with _gathered_stay(self.block), self._saving(self.blocks.cache):
                 output = own(*args, **kwargs)
             if first:
-                self.blocks.compare(self.path, first[0], _digests(self.path, output))
+                _compare(self.path, first[0], _digests(self.path, output))
             return output
 
         with set_checkpoint_early_stop(False):
@@ -286,6 +266,24 @@ def _digests(path: str, output: object) -> _Digests:
                     f"{_LEAVE_OUT}."
                 )
     return digests
+
+
+def _compare(path: str, first: _Digests, again: _Digests) -> None:
+    """Compare what a pass has returned with what it returns again, each pass for itself: backwards may be nested.
+
+    Raises:
+        RecomputationError: they differ, and the gradients are wrong. On a device the backward that is under way raises.
+    """
+
+    def read() -> None:
+        if first.keys() != again.keys() or not all(torch.equal(first[form], again[form]) for form in first):
+            raise RecomputationError(f"the output of the block {path!r} differs when its forward runs again: {_REPAIR}")
+
+    is_late = any(one.device.type != "cpu" for one in (*first.values(), *again.values()))
+    if is_late and torch._C._current_graph_task_id() != hooks.NO_BACKWARD:
+        torch.autograd.Variable._execution_engine.queue_callback(read)  # which is not called after an error
+    else:
+        read()
 
 
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -161,10 +161,9 @@ class Controller:
                 self._blocks.forward(recorder.passing if recorder is not None and self._chooses_blocks else None),
             ):
                 yield
-        except BaseException:  # a loop that goes on with the next batch has made no micro-step of this one
-            if self._step is not None and not continues:
-                self._step.micro_steps -= 1
-            self._by_plan = self._recording.current = None
+        except BaseException:  # a loop may go on with the next batch
+            if self._step is not None:
+                self._step.is_usual = False
             raise
 
     def after_forward(self) -> ForwardHooks | None:
@@ -198,7 +197,7 @@ class Controller:
         if step is not None:
             step.end(self._machine.accelerator.mark())
             self._ended.append(step)
-            self._recording.end_step(step.ended, has_compiled=step.has_compiled)
+            self._recording.end_step(step.ended, is_usual=step.is_usual)
             if self.in_force is None:
                 self._machine.memory.sample()
         if self._is_over:
@@ -215,7 +214,7 @@ class Controller:
         # By what is alike on all ranks: by anything else, one would wait in a collective that the others never enter.
         if not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0:
             action = Action(self._agreement.all_reduce_max(self._wanted))
-            if action is not self._wanted:
+            if action > self._wanted and not self._recording.wanted:
                 self.feedback.reason = "another rank asked for it"
             self._wanted = Action.GO_ON
             self._do(action)
@@ -257,8 +256,8 @@ class Controller:
         if self.in_force is None:
             return Action.RECORD if self.feedback.is_due(self._steps) else Action.GO_ON
         step = self._ended[0]
-        # One that compiled would be held against a plan that had no part in its time.
-        if step.has_compiled or len(self._ended) < (self._ended.maxlen or 0):
+        # Another would be held against a plan that had no part in its time.
+        if not step.is_usual or len(self._ended) < (self._ended.maxlen or 0):
             return Action.GO_ON
         time_s = self._machine.accelerator.elapsed_s(step.began, step.ended)
         return self.feedback.decide(self._steps, time_s, self._machine.tiers.rates(), step)
@@ -280,7 +279,7 @@ class Controller:
     def _take(self, recording: Recording) -> None:
         """Go on from the recording; where it is broken, from the one before, if there is one."""
         with self._going_on("discarding an inconsistent trace"):
-            micro_steps = self._ended[-1].micro_steps if self._ended else 0  # this rank had no forward
+            micro_steps = self._ended[-1].micro_steps if self._ended else 1  # this rank had no forward
             trace = recording.trace(self._machine.resources(), micro_steps)
             if trace is None:
                 logger.warning(

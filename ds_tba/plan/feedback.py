@@ -188,8 +188,9 @@ class OptimizerStep:
     drift_bytes: int = 0  # by which storages differ in size, those that were not saved in full
     growth: float = 0.0  # fraction by which what was saved is larger, of the micro-step that grew most
     ended: object = None
-    has_compiled: bool = False  # something; then its time says nothing of other steps
+    is_usual: bool = True  # else something was compiled in it, or a forward raised: its time says nothing of others
     _compilations: int = field(default_factory=compilations)
 
     def end(self, ended: object) -> None:
-        self.ended, self.has_compiled = ended, compilations() != self._compilations
+        self.ended = ended
+        self.is_usual &= compilations() == self._compilations

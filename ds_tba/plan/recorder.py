@@ -17,8 +17,8 @@ takes none off: which module runs is read from the call stack, when a storage is
 of 5 ms is not rare. Of two recordings that save as much, the shorter one counts; else the one that saves more, as a
 plan for it holds for smaller micro-steps, too. With gradient accumulation both are of one step, else of two.
 
-[Note: Compilation] A step in which something was compiled shows how long that took, and not how long steps take. What
-was recorded in it is dropped, and a later step is recorded.
+[Note: Unusual steps] A step in which something was compiled shows how long that took, and not how long steps take; one
+in which a forward raised has a micro-step too many. What was recorded in it is dropped, and a later step is recorded.
 """
 
 from __future__ import annotations
@@ -367,11 +367,11 @@ class Recording:
             if recorder.is_whole:
                 self._done.append(recorder)
 
-    def end_step(self, ended: object, *, has_compiled: bool = False) -> None:
-        """End the step, at a mark of the clock; ``has_compiled``: see [Note: Compilation]."""
+    def end_step(self, ended: object, *, is_usual: bool = True) -> None:
+        """End the step, at a mark of the clock; ``is_usual``: see [Note: Unusual steps]."""
         self.steps += 1
         self._keep()
-        if has_compiled:  # or the plan would promise steps as long as the compiler takes
+        if not is_usual:  # or the plan would promise steps as long as the compiler takes
             del self._done[self._before_step :]
         elif self._backward_ended is not None:
             self._optimizer_steps.append((self._backward_ended, ended))

@@ -369,17 +369,24 @@ def test_a_rank_without_a_forward_in_the_recorded_steps_says_that_it_has_no_trac
 
 
 @pytest.mark.usefixtures("steady_drives")
-def test_a_forward_that_raised_is_no_micro_step(make: Make) -> None:
+@pytest.mark.parametrize("keeps", [False, True], ids=["lost", "kept"])
+def test_a_step_in_which_a_forward_raised_is_neither_recorded_nor_judged(make: Make, keeps: bool) -> None:
+    """A loop that goes on with the next batch, perhaps while it holds the graph of the one that raised."""
     ours = model()
     offloader = make(ours, planner=PLANNERS["keep"], recompute=False)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
-    for _ in range(FIRST_PLAN + 10):
-        with pytest.raises(ValueError, match="a bad batch"), offloader.saving():
-            ours(torch.randn(ROWS, WIDTH))
-            raise ValueError("a bad batch")
+    kept = []
+    for number in range(FIRST_PLAN + 20):
+        if number in (1, FIRST_PLAN + 8):
+            with pytest.raises(ValueError, match="a bad batch"), offloader.saving():
+                kept.append(ours(torch.randn(ROWS, WIDTH)))
+                raise ValueError("a bad batch")
+        if not keeps:
+            kept.clear()
         forward(ours, torch.randn(ROWS, WIDTH), offloader).backward()
         offloader.note_micro_step()
         end_step(optimizer, offloader)
+        kept.clear()
     found = controller_of(offloader)
     assert found.in_force is not None and found.in_force.trace.micro_steps == 1
     assert found.plans == 1 and found.feedback.reason == ""

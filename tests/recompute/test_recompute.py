@@ -414,27 +414,69 @@ def test_a_trunk_that_runs_twice_with_another_adapter_raises_in_every_backward()
     bench = Bench(Adapters, net=TwoTowers)
     for _ in range(3):
         with pytest.raises(RecomputationError, match=r"the output of the block 'layers\.3' differs .*\"recompute\""):
-            run(bench.model, around=bench.forward)  # from backward itself: no optimizer can have stepped
+            run(bench.model, around=bench.forward)
     bench.choose([])
     bench.check(runs_again=False)
 
 
-def test_a_program_that_looks_at_saved_tensors_has_the_error_as_the_micro_step_ends() -> None:
-    bench = Bench(Adapters)
+class Late(torch.Tensor):
+    """A digest on a device, which answers late."""
+
+    device = torch.device("meta")
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_tba.recompute.digest_of", lambda tensor: digest_of(tensor).as_subclass(Late))
+
+
+def switched(bench: Bench) -> Tensor:
+    """The loss of a model whose adapters are others when its blocks run again."""
+    for layer in bench.model.layers:
+        layer.active = "policy"
     with bench.forward():
-        loss = bench.model(torch.randn(BATCH, LENGTH, WIDTH))
+        loss: Tensor = bench.model(torch.randn(BATCH, LENGTH, WIDTH))
     for layer in bench.model.layers:
         layer.active = "reference"
-    nodes, seen = [loss.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        seen.add(node)
-        nodes += [one for one, _ in node.next_functions if one not in {None, *seen}]
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                getattr(node, name)
+    return loss
+
+
+@pytest.mark.usefixtures("late")
+def test_on_a_device_the_backward_that_is_wrong_raises_and_no_other() -> None:
+    """Not one inside of it, which is right, nor a later one where it has ended in another error."""
+    bench, right = Bench(Adapters), Bench()
+    with right.forward():
+        right_loss = right.model(torch.randn(BATCH, LENGTH, WIDTH))
+
+    def raises(_: Tensor) -> None:
+        raise ValueError
+
+    loss = switched(bench)
+    # Behind the blocks that have run again by then.
+    bench.model.layers[0].up.weight.register_hook(lambda _: right_loss.backward())
     with pytest.raises(RecomputationError, match=r"the output of the block 'layers\.\d' differs"):
-        bench.blocks.end_backward()
+        loss.backward()
+    assert right.recomputed_bytes and all(one.grad is not None for one in right.model.layers.parameters())
+    bench = Bench(Adapters)
+    bench.model.layers[0].up.weight.register_hook(raises)
+    with pytest.raises(ValueError):
+        switched(bench).backward()
+    bench.blocks.end_backward()
+
+
+@pytest.mark.parametrize("digests", ["late", ""])
+def test_who_looks_at_saved_tensors_has_the_error_at_once(request: pytest.FixtureRequest, digests: str) -> None:
+    if digests:
+        request.getfixturevalue(digests)
+    nodes, seen = [switched(Bench(Adapters)).grad_fn], set[Any]()
+    with pytest.raises(RecomputationError, match=r"the output of the block 'layers\.\d' differs"):
+        while nodes:
+            node = nodes.pop()
+            seen.add(node)
+            nodes += [one for one, _ in node.next_functions if one not in {None, *seen}]
+            for name in dir(node):
+                if name.startswith("_saved_"):
+                    getattr(node, name)
 
 
 @pytest.mark.parametrize("name", ["up.weight", "up.bias", "gain"])
