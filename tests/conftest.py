@@ -119,13 +119,10 @@ class AlarmError(Exception):
 
 
 class Alarm:
-    """Has a handler raise an ``AlarmError`` in so many seconds.
-
-    Attributes:
-        has_come: also where Python ignored it, as in a finalizer: whoever waits for it is to wait for this as well.
-    """
+    """Has a handler raise an ``AlarmError`` in so many seconds."""
 
     def __init__(self) -> None:
+        # Also where Python ignored it, as in a finalizer: whoever waits for it is to wait for this as well.
         self.has_come = False
 
     def __call__(self, seconds: float) -> None:

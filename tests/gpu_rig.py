@@ -52,15 +52,11 @@ def shows_something(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 class Rig:
-    """A device, its accelerator, and streams of the user's own.
-
-    Attributes:
-        device: for ``torch.device``; the double's memory is the host's.
-    """
+    """A device, its accelerator, and streams of the user's own."""
 
     def __init__(self, kind: str) -> None:
         self.is_cuda = kind == "cuda"
-        self.device = "cuda" if self.is_cuda else "cpu"
+        self.device = "cuda" if self.is_cuda else "cpu"  # for ``torch.device``; the double's memory is the host's
         self._late = None if self.is_cuda else LateDevice(longest_pause_s=0.001)
         self.accelerator: Accelerator = self._late or Device("cuda").accelerator
         # Kernels of the double are the CPU's own, done when their call returns, and need no streams.

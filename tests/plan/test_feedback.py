@@ -293,13 +293,9 @@ def test_one_long_step_changes_nothing() -> None:
 
 @dataclass
 class SharedDrive(World):
-    """ZeRO reads what each step needs from the drive that takes activations, and both have their part of its rate.
+    """ZeRO reads what each step needs from the drive that takes activations, and both have their part of its rate."""
 
-    Attributes:
-        zero_s: of the drive alone, for what ZeRO reads in a step; all that may be offloaded takes a second.
-    """
-
-    zero_s: float = 0.6
+    zero_s: float = 0.6  # of the drive alone, for what ZeRO reads in a step; all that may be offloaded takes a second
 
     def __post_init__(self) -> None:
         self.unseen_s = self._step_s(1.0) - KEPT_S  # all is offloaded in the recording

@@ -23,14 +23,10 @@ class Failure(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The result of a check.
-
-    Attributes:
-        tally: what was exercised, as "of what: which" with how often.
-    """
+    """The result of a check."""
 
     failures: list[Failure] = field(default_factory=list)
-    tally: Counter[str] = field(default_factory=Counter)
+    tally: Counter[str] = field(default_factory=Counter)  # what was exercised, as "of what: which" with how often
 
     @property
     def kinds(self) -> set[str]:
@@ -38,14 +34,10 @@ class Outcome:
 
 
 class Kind(NamedTuple):
-    """A kind of random programs.
+    """A kind of random programs."""
 
-    Attributes:
-        draw: returns the program of a seed, always the same one.
-        check: runs a program without us and with us, in a directory on a drive, and compares.
-    """
-
-    draw: Callable[[int], Any]
+    draw: Callable[[int], Any]  # returns the program of a seed, always the same one
+    # Runs a program without us and with us, in a directory on a drive, and compares.
     check: Callable[[Any, str], Outcome]
 
 

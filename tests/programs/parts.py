@@ -379,21 +379,17 @@ class Failure(Exception):
 
 
 class Net(nn.Module):
-    """Stem, blocks, head; returns the loss.
-
-    Attributes:
-        tap: which tensor to hold in ``tapped``: 0 for the stem's output, n for that of the n-th block.
-        fails: raise before the head.
-    """
+    """Stem, blocks, head; returns the loss."""
 
     def __init__(self, stem: str, blocks: tuple[tuple[str, ...], ...], width: int, tokens: int) -> None:
         super().__init__()
         self.stem = nn.Embedding(tokens, width) if stem == "embedding" else nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(names, width) for names in blocks)
         self.head = nn.Linear(width, 4)
+        # Which tensor to hold in ``tapped``: 0 for the stem's output, n for that of the n-th block.
         self.tap: int | None = None
         self.tapped: Tensor | None = None
-        self.fails = False
+        self.fails = False  # raise before the head
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate([self.stem, *self.blocks]):

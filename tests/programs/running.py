@@ -50,14 +50,10 @@ CLOCK_FACTORS = (1.0, 1.0, 1.0, 0.0, -1.0, 1e4)
 
 
 class Tape:
-    """Observations of a training, in order: labels and fingerprints of all bits.
-
-    Attributes:
-        step: the step under way, which is a part of each observation.
-    """
+    """Observations of a training, in order: labels and fingerprints of all bits."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step = 0  # the step under way, which is a part of each observation
         self.entries: list[tuple[int, str, str]] = []
         self.messages: dict[int, str] = {}  # of errors, by the number of their entry
         self.ours: list[str] = []  # errors that only we raise
@@ -166,18 +162,14 @@ class Counted(Plain):
 
 
 class Ours(Plain):
-    """Training with an offloader, as an engine would drive it.
-
-    Attributes:
-        peaks: bytes of activations of each step.
-    """
+    """Training with an offloader, as an engine would drive it."""
 
     def __init__(self, program: Program, directory: str, budget_bytes: int | None = None) -> None:
         self._program = program
         self._budget_bytes = budget_bytes
         self._failures: list[Failure] = []
         self._others = set(threading.enumerate())
-        self.peaks: list[int] = []
+        self.peaks: list[int] = []  # bytes of activations of each step
         self.warnings = Warnings()
         logging.getLogger("ds_tba").addHandler(self.warnings)
         self.device = LateDevice(longest_pause_s=LATE_S) if program.device == "late" else None

@@ -138,19 +138,14 @@ def built(model: Model, dtype: torch.dtype, section: str) -> torch.nn.Module:
 
 
 class Rematerialized:
-    """A cache without any drive that rematerializes.
-
-    Attributes:
-        saved_bytes: at the end of each forward.
-        peaks: of each step, in bytes, and one before them.
-    """
+    """A cache without any drive that rematerializes."""
 
     def __init__(self) -> None:
         self.cache = TensorCache([], "cpu", MIN_TENSOR_BYTES)
         self.sites = Sites(self.cache, Accelerator())
         self.cache.rematerialize(RematStore(self.cache, self.sites))
-        self.saved_bytes: list[int] = []
-        self.peaks: list[int] = []
+        self.saved_bytes: list[int] = []  # at the end of each forward
+        self.peaks: list[int] = []  # of each step, in bytes, and one before them
 
     def forward(self, module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         for one in module.modules():

@@ -164,17 +164,12 @@ class FakeCuFile:
 
 
 class Devices:
-    """A module of torch with two devices; the current one is that of the thread, at first device 0, as CUDA's is.
-
-    Attributes:
-        contexts: for each device, the names of the threads that touched it.
-        blocking: for each event, whether who waits for it sleeps.
-    """
+    """A module of torch with two devices; the current one is that of the thread, at first device 0, as CUDA's is."""
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self.contexts: dict[int, set[str]] = {}
-        self.blocking: list[bool] = []
+        self.contexts: dict[int, set[str]] = {}  # for each device, the names of the threads that touched it
+        self.blocking: list[bool] = []  # for each event, whether who waits for it sleeps
         devices = self
 
         class Stream:

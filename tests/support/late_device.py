@@ -58,13 +58,10 @@ class _Stream:
 
 
 class LateStream(_Stream):
-    """A queue of work and the thread that does it, late.
-
-    Attributes:
-        longest_pause_s: before each piece; a test may have one stream later than the others.
-    """
+    """A queue of work and the thread that does it, late."""
 
     def __init__(self, device: LateDevice) -> None:
+        # Before each piece; a test may have one stream later than the others.
         self.longest_pause_s = device.longest_pause_s
         self._chance = random.Random(len(device.streams))
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

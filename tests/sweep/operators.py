@@ -102,15 +102,11 @@ def part_of_names(part: int, parts: int, *, in_ci: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class Program:
-    """One draw of a subject in one shape.
-
-    Attributes:
-        number: place of the draw among the subject's.
-    """
+    """One draw of a subject in one shape."""
 
     subject: Subject
     dtype: torch.dtype
-    number: int
+    number: int  # place of the draw among the subject's
     draw: Any
     shape: str
 
