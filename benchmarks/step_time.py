@@ -82,7 +82,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     losses = [one_step(engine, data) for _ in range(options.warmup)]
     counters = getattr(engine, "activation_offloader", None) and engine.activation_offloader.cache.stats
     if counters:
-        counters.resident.peak, counters.saved.peak = counters.resident.now, counters.saved.now
+        for level in (counters.resident, counters.saved):
+            level.lap()
+            level.peak = level.now
     reset_peak_memory()
     rest_bytes = resident_bytes()
     times, cpu_times = [], []
