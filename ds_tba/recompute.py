@@ -34,8 +34,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.config import matching
-from ds_tba.core import hooks
-from ds_tba.core.hooks import innermost_hooks, is_being_compiled, saves_through_ours, skip_frames, uncompiled
+from ds_tba.core.hooks import (
+    in_backward,
+    innermost_hooks,
+    is_being_compiled,
+    saves_through_ours,
+    skip_frames,
+    uncompiled,
+)
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
@@ -130,10 +136,6 @@ class Blocks:
                 if listener is not None or one.path in self.chosen:
                     places.enter_context(one.placed())
             yield
-
-    def end_backward(self) -> None:
-        """End the recomputations of a backward."""
-        self.cache.end_recomputations()
 
 
 class _InPlace:
@@ -280,7 +282,7 @@ def _compare(path: str, first: _Digests, again: _Digests) -> None:
             raise RecomputationError(f"the output of the block {path!r} differs when its forward runs again: {_REPAIR}")
 
     is_late = any(one.device.type != "cpu" for one in (*first.values(), *again.values()))
-    if is_late and torch._C._current_graph_task_id() != hooks.NO_BACKWARD:
+    if is_late and in_backward():
         torch.autograd.Variable._execution_engine.queue_callback(read)  # which is not called after an error
     else:
         read()

@@ -145,9 +145,14 @@ def innermost_hooks() -> tuple[Pack, Unpack] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def in_backward() -> bool:
+    """Return whether a backward runs in this thread."""
+    return torch._C._current_graph_task_id() != NO_BACKWARD
+
+
 def saves_through_ours() -> bool:
     """Return whether this is in no backward, and autograd hands what is saved here to our hooks, not to others."""
-    return are_ours(innermost_hooks()) and torch._C._current_graph_task_id() == NO_BACKWARD
+    return are_ours(innermost_hooks()) and not in_backward()
 
 
 def are_ours(hooks: tuple[Pack, Unpack] | None) -> bool:

@@ -142,8 +142,8 @@ class SavedStorage(StateMachine):
     state: RecordState = RecordState.KEPT
     # Where it goes as soon as the operation that saves it is over, and its comparison, if any, is answered.
     choice: Choice = STAYS
-    # Of the store that has the bytes, or had them until they came back. Once set, it is replaced and never taken away,
-    # because it is read without the lock, too.
+    # The ticket of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
+    # taken away, because it is read without the lock, too.
     ticket: Ticket | None = None
     origin: Origin | None = None  # how it could be rematerialized; None where that is not known
     loading: Loading | None = None

@@ -348,7 +348,7 @@ class Gate:
         self._min_tensor_bytes = min_tensor_bytes  # smaller storages are kept
         self._accelerator = accelerator
         # Tells why the tensor that this thread saves now may not leave, by more than a tensor shows; empty if it may.
-        # Who sets it has such tensors kept as they are, neither offloaded nor rematerialized.
+        # Such tensors are kept as they are, neither offloaded nor rematerialized.
         self.excluded_by: Callable[[], str] = lambda: ""
         with torch.inference_mode(False), out_of_modes():
             self._plain_keys = torch._C._dispatch_keys(torch.empty(0, device=device))

@@ -148,7 +148,7 @@ class Controller:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Open a forward: of a micro-step of its own, or one more before the backward of the last one."""
-        self._blocks.end_backward()  # one that raised, or of another micro-batch
+        self._cache.end_recomputations()  # one that raised, or of another micro-batch
         continues = self._step is not None and self._cache.expects_forward
         if not continues:
             self._begin()
@@ -188,7 +188,7 @@ class Controller:
         """Note that backward is over."""
         self._recording.end_micro_step()
         self._cache.end_micro_step()
-        self._blocks.end_backward()
+        self._cache.end_recomputations()
 
     def end_step(self) -> None:
         """Note that the optimizer has stepped. A collective in some steps, the same ones on all ranks."""

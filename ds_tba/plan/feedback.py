@@ -54,7 +54,7 @@ class Feedback:
     """See the notes."""
 
     def __init__(self, *, is_drive_shared: bool = False) -> None:  # by ZeRO
-        # Of the movable bytes, and of max_step_overhead, for the next plan; the same on all ranks.
+        # The fraction of the movable bytes, and of max_step_overhead, for the next plan; the same on all ranks.
         self.share = 0.0 if is_drive_shared else 1.0
         self.kept_s = 0.0  # of a step with everything kept
         self.growth = 0.0  # fraction by which storages were larger than those of the plan, at most

@@ -27,7 +27,7 @@ class Limits:
     write_limit_bytes_per_step: float = math.inf
     recompute: bool = True  # blocks may be
     rematerialize: bool = True  # storages may be
-    # Of the bytes of all movable storages, the fraction that host memory and NVMe may take together; and the part of
+    # The fraction of the bytes of all movable storages that host memory and NVMe may take together, and the part of
     # max_step_overhead that may be spent. A budget that fits with more only is kept all the same.
     movable_share: float = 1.0
     room_bytes: float = math.inf  # of the device for activations: the budget where a plan without one would not fit

@@ -23,13 +23,11 @@ import numpy as np
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import SAME_TIME_S, Limits, Order, Plan, is_outside, order_of
-from ds_tba.plan.replay import Assignment, Bools, Floats, Int8s, Ints, Replay, Timeline
+from ds_tba.plan.replay import HOST, KEEP, NVME, Assignment, Bools, Floats, Int8s, Ints, Replay, Timeline
 from ds_tba.plan.trace import Trace
 
 # Steps closer than this fraction of one are equal: the drive is not worn for less.
 SAME_STEP_FRACTION = 0.02
-
-KEEP, HOST, NVME = Placement.KEEP, Placement.HOST, Placement.NVME
 
 
 def adaptive(trace: Trace, limits: Limits) -> Plan:

@@ -35,8 +35,8 @@ class Rule:
     """A way to rematerialize the output of one op."""
 
     op: str  # name in the config and in reports
-    # For each input of the node the attribute under which the node may hold it; empty if it holds none. One that the op
-    # can do without ends in ``?``.
+    # The attributes under which the node may hold its inputs, one for each; empty if it holds none. An input that the
+    # op can do without ends in ``?``.
     operands: tuple[str, ...]
     make: Make  # returns the output, from the operands and the constants
     # Attributes of the node; for ``eps``, which no node of a norm holds, see ``recipe.py``.

@@ -207,7 +207,7 @@ class PieceIo:
     def __init__(self, integrity: Integrity, codec: Codec | None = None) -> None:
         self.integrity = integrity
         self.codec = codec
-        # For the lane of each handle one of its own in staging, where there is a codec.
+        # The buffer in staging that the lane of each handle has for itself; none without a codec.
         self.buffers: dict[IoHandle, torch.Tensor] = {}
 
     def write(self, handle: IoHandle, staged: torch.Tensor, offset: int, item_bytes: int) -> tuple[Piece, ...]:

@@ -81,7 +81,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         paths = [SwapPath(file, lanes.write, lanes.read) for file in files]
         super().__init__(paths, ring, PieceIo(checksums, codec))
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
-        # Of all parts of a storage but the last.
+        # The length of each part of a storage but the last.
         self.part_bytes = max(part_bytes - part_bytes % IO_ALIGNMENT_BYTES, IO_ALIGNMENT_BYTES)
         self._backend = backend
         # Held while handles and threads come or go, which waits for the lanes; the first to be taken of the two locks.
